@@ -251,7 +251,7 @@ class RankProgress:
                 self._job, self._optimizer_watch.tracked, self.step_copies
             )
             if (replaced := self._replaced) is not None:
-                self._rollback.adopt(replaced.needs_copies, replaced.snapshot)
+                self._rollback.adopt(replaced.snapshot)
                 self._replaced = None
         return self._rollback
 
@@ -396,9 +396,9 @@ class RankProgress:
         """Whether this rank can return to the last boundary by itself."""
         return self.rollback.can_restore
 
-    def interrupt(self) -> None:
+    def interrupt(self, *, may_go_back: bool = True) -> None:
         """Undo the changes of the current step, and set :attr:`tag` to the boundary to which the
-        state then belongs."""
+        state then belongs: an earlier one if the last is lost and ``may_go_back``."""
         step, watch = self._current.step, self._optimizer_watch
         rates = rates_of(watch.tracked)
         for optimizer in watch.tracked.values():
@@ -408,9 +408,8 @@ class RankProgress:
         if self.tag is not None:
             self._is_fresh = False
             self.begun = step is not None
-            if self.rollback.restore():
-                progress = self._job.progress
-                self.tag = tag_of(self.tag.generation, progress)
+            if self.rollback.restore() or (may_go_back and self.rollback.restore_earlier()):
+                self.tag = tag_of(self.tag.generation, self._job.progress)
             else:
                 self.tag, self._is_torn = None, True
         if step is not None:

@@ -374,7 +374,7 @@ class InProcess:
         Called while the main thread waits for a world, or is stopped (``is_stopped``).
         """
         if is_stopped:
-            self._progress.interrupt()
+            self._progress.interrupt(may_go_back=False)  # peers, or a checkpoint, have later steps
         return self._progress.tag is not None
 
 

@@ -188,7 +188,9 @@ class BoundaryState:
         the objects' own.
         """
         job = self._job
+        needs_copies = job.progress.needs_copies  # stays known
         job.progress.load(copied(snapshot["progress"]))
+        job.progress.needs_copies = needs_copies or job.progress.needs_copies
         writing = Writing(job.tensors_of_modules())
         writing.write(job.user, copied(snapshot["state"]))
         for name, (epoch, step) in snapshot["loaders"].items():
@@ -434,19 +436,23 @@ class _Module:
 # ----------------------------------------------------------------------------
 # Returns a rank to the last boundary between two steps, bit for bit, or reports that it cannot.
 #
-# The small state of a boundary is copied at each boundary
-# . Its large tensors are weights, optimizer state, and
-# averages. A copy of them makes every interrupted step undoable, whatever the script does in it.
-# It is taken at each boundary where it costs little, or where the script needs it: where a step
-# changes weights before its last collective, so that a fault can interrupt the step after the
-# change. Otherwise a rank that has begun to change weights completes the step, because nothing can
-# interrupt it, and the boundary at its end is the one to which all ranks go (docs/decisions/0032).
+# The small state of a boundary is copied at each boundary. Its large tensors are weights, optimizer
+# state, and averages. A copy of them makes every interrupted step undoable, whatever the script
+# does in it. It is taken at each boundary where it costs little, or where the script needs it:
+# where a step changes weights before its last collective, so that a fault can interrupt the step
+# after the change. Otherwise a rank that has begun to change weights completes the step, because
+# nothing can interrupt it, and the boundary at its end is the one to which all ranks go. Where a
+# script does for the first time what needs a copy, and a fault hits that step, training is repeated
+# from an earlier boundary, which is copied every COPY_EVERY steps (docs/decisions/0032).
 
 # Copies are affordable if they cost this fraction of a step, or less than COPY_IS_CHEAP_S.
 AFFORDABLE_FRACTION = 0.01
 AFFORDABLE_MEMORY = 0.1  # of the memory that is free, on the host or on the device
 # At which a device copies: less than those in use reach, so that a copy is not underestimated.
 DEVICE_BYTES_PER_S = 1e12
+# A step that would have needed a copy is repeated from the last copy: at most so many steps, once in
+# a job. A copy costs less than a step, so it costs less than 1/64 of the time; usually a thousandth.
+COPY_EVERY = 64
 FIRST_STEPS = 3  # of a process: always copied, while the cost and the script are not known yet
 # Of gradients that may belong to the state, until a step has added to them: they are sent at once.
 UNKNOWN_GRADIENTS_BYTES = 64 << 20
@@ -492,8 +498,10 @@ class Rollback:
         self._costs = CopyCosts()
         self._digests = CopyCosts()  # of the large state, where it is not copied
         self._has_copies = False  # of the last boundary
+        # The boundary of the copies, if not every step is copied; None: there is none.
+        self._earlier: Snapshot | None = None
+        self._copied: list[torch.Tensor] = []  # the weights in these copies
         self._changes_between_loops = False
-        self._needs_copies = ""  # why the script needs them; empty: it does not, as far as known
         self._has_changed = False  # weights changed before an optimizer's update in this step
         self._has_updates = False  # an optimizer has begun an update in this step
         self._updated_at: int | None = None  # collectives begun before it; None: not counted
@@ -523,9 +531,12 @@ class Rollback:
 
         ``with_copies``: copy it completely, whatever that costs, if there is enough memory.
         """
-        self.snapshot = self._state.take(with_gradients=self._includes_gradients)
+        step = self._job.progress.step
+        is_copied = with_copies or self._copies_steps or self._is_due(step)
+        is_alone = is_copied and not (self._copies_steps or self._job.is_rebuilt)
+        self.snapshot = self._state.take(with_gradients=self._includes_gradients or is_alone)
         self._has_changed = self._has_updates = False
-        self._has_copies = (with_copies or self._copies_steps) and self._copy()
+        self._has_copies = is_copied and self._copy()
         self._expect(by_content=with_copies or compares_content(self._costs.steps))
 
     @property
@@ -565,15 +576,28 @@ class Rollback:
     def _copies_steps(self) -> bool:
         if self._job.is_rebuilt:  # after a fault, the state comes from the nodes' memory
             return False
-        if self._needs_copies or self._mode is StepCopies.ALWAYS:
+        if self.needs_copies or self._mode is StepCopies.ALWAYS:
             return True
         if self._costs.steps < FIRST_STEPS:
             return True
         return self._mode is StepCopies.AUTO and self._costs.are_affordable
 
+    @property
+    def _keeps_earlier(self) -> bool:
+        """Whether copies are kept, as a way back from a step that turns out to need them."""
+        return self._mode is StepCopies.AUTO and self._costs.fits and not self._job.is_rebuilt
+
+    def _is_due(self, step: int) -> bool:
+        if not self._keeps_earlier:
+            return False
+        earlier = self._earlier
+        # At the same steps on all ranks, whatever a copy costs on each of them.
+        return earlier is None or step // COPY_EVERY > earlier["progress"]["step"] // COPY_EVERY
+
     def _copy(self) -> bool:
-        """Copy the large state. Returns whether there was enough memory."""
+        """Copy the large state of the last boundary. Returns whether there was enough memory."""
         began_s = SYSTEM_CLOCK.monotonic()
+        self._earlier = None
         try:
             self._copies.take(
                 self._weights(),
@@ -583,7 +607,7 @@ class Rollback:
             )
         except (torch.OutOfMemoryError, MemoryError):
             self._copies = WeightCopies()
-            if self._needs_copies:
+            if self.needs_copies:
                 get_logger().warning(
                     "not enough memory for a copy of the weights: after an interrupted step, the "
                     "state is restored from a peer or a checkpoint"
@@ -594,6 +618,9 @@ class Rollback:
             took_s += 2 * size_bytes / DEVICE_BYTES_PER_S
         free_bytes = self._free_bytes() if self._costs.is_first else 0
         self._costs.copied(took_s=took_s, fits=size_bytes <= AFFORDABLE_MEMORY * free_bytes)
+        if not self._copies_steps and self._keeps_earlier:
+            # The next boundary's buffers are copied into the memory of this one's.
+            self._earlier, self._copied = copied(self.snapshot), list(self._weights())
         return True
 
     def _free_bytes(self) -> int:
@@ -606,17 +633,21 @@ class Rollback:
         """End a step; :meth:`take` must follow. Learns what the script does in its steps."""
         for costs in (self._costs, self._digests):
             costs.step_ended(SYSTEM_CLOCK.monotonic())
+        self._learn()
+        if not (self._copies_steps or self._keeps_earlier):
+            self._copies = WeightCopies()  # frees the memory
+
+    def _learn(self) -> None:
+        """Learn from a step whether the next ones need a copy."""
         if self._adds_to_earlier_gradients:
             self._job.keeps_gradients = True
-        if not self._needs_copies:
+        if not self.needs_copies:
             if self._job.keeps_gradients:
                 self._need_copies("gradients of a step are kept for the next one")
             elif self.changes_by_script:
                 self._need_copies("weights change outside of optimizer.step()")
             elif self._is_followed_by_collectives:
                 self._need_copies("ranks communicate after an update")
-        if not self._copies_steps:
-            self._copies = WeightCopies()  # frees the memory
 
     def leave_step(self) -> None:
         """Called at the end of a loop: later changes by the script belong to no step."""
@@ -633,7 +664,7 @@ class Rollback:
         self._changes_between_loops |= self._watch.has_changed
 
     def _need_copies(self, why: str) -> None:
-        self._needs_copies = why
+        self._job.progress.needs_copies = why
         if not (self._costs.are_affordable or self._mode is StepCopies.ALWAYS):
             get_logger().info(
                 "%s: from now on the weights are copied at the beginning of each step, so that an "
@@ -663,7 +694,7 @@ class Rollback:
     def copy_also(self, parameters: Sequence[torch.Tensor]) -> None:
         """Include weights of the job that are in no wrapped module."""
         self._own = tuple(parameters)
-        self._has_copies = False
+        self._has_copies, self._earlier = False, None
         self._watch.forget()
 
     @property
@@ -682,12 +713,11 @@ class Rollback:
 
     @property
     def needs_copies(self) -> str:
-        """Why the script needs copies, for ranks that join."""
-        return self._needs_copies
+        """Why the script needs copies; empty: it does not, as far as known."""
+        return self._job.progress.needs_copies
 
-    def adopt(self, needs_copies: str, snapshot: Snapshot) -> None:
+    def adopt(self, snapshot: Snapshot) -> None:
         """Load the small state of the rank with whose state the job continues."""
-        self._needs_copies = self._needs_copies or needs_copies
         self._state.restore(snapshot)
         self.snapshot = snapshot
         self.forget()
@@ -695,6 +725,7 @@ class Rollback:
     def forget(self) -> None:
         """Forget the last boundary's tensors, which were replaced; :meth:`take` must follow."""
         self._watch.forget()
+        self._earlier = None
         self._has_copies = self._has_changed = self._has_updates = False
 
     # -- after a fault ------------------------------------------------------------------------
@@ -719,12 +750,35 @@ class Rollback:
         another rank or a checkpoint; then only the small state is that of the boundary."""
         is_exact = self.can_restore
         if self._has_copies:
-            self._copies.restore(
-                self._weights(), list(self._optimizers.values()), self._state.large()
-            )
+            self._restore_copies()
         if self.snapshot:
             self._state.restore(self.snapshot, self._kept if self._has_copies else None)
         return is_exact
+
+    def restore_earlier(self) -> bool:
+        """Return to an earlier boundary, if its copies are kept: the last one is lost. From then on
+        each step is copied. Returns False if that is impossible."""
+        earlier, torn = self._earlier, self._job.progress.step
+        weights = self._weights()
+        if earlier is None or list(map(id, weights)) != list(map(id, self._copied)):
+            return False
+        self._learn()
+        self.snapshot, self._has_copies = earlier, True
+        self._restore_copies()
+        self._state.restore(earlier, self._kept)
+        if not self.needs_copies:
+            self._need_copies("a step was interrupted after its update")
+        get_logger().warning(
+            "step %d was interrupted and cannot be undone, because the weights were not copied at its "
+            "beginning (%s, for the first time): training is repeated from step %d",
+            torn,
+            self.needs_copies,
+            self._job.progress.step,
+        )
+        return True
+
+    def _restore_copies(self) -> None:
+        self._copies.restore(self._weights(), list(self._optimizers.values()), self._state.large())
 
     def _kept(self, path: Path, own: torch.Tensor | None) -> torch.Tensor | None:
         return self._copies.tensor(path, own)
@@ -737,7 +791,7 @@ class CopyCosts:
         self.steps = 0  # committed in this process
         self._copy_s: float | None = None  # the shortest of recent copies; None: there was none
         self._step_s = 0.0  # the shortest of recent steps, including the copy
-        self._fits = True
+        self.fits = True  # into the memory that was free at the first copy
         self._last_end_s: float | None = None
         self.are_affordable = True
 
@@ -749,7 +803,7 @@ class CopyCosts:
     def copied(self, *, took_s: float, fits: bool) -> None:
         """Record a copy; of the first one, whether it fits into the memory."""
         if self._copy_s is None:
-            self._fits = fits
+            self.fits = fits
         self._copy_s = min(took_s, self._copy_s or took_s)
 
     def step_ended(self, now_s: float) -> None:
@@ -763,7 +817,7 @@ class CopyCosts:
         is_decided = self.steps == FIRST_STEPS or self.steps & (self.steps - 1) == 0
         if self.are_affordable and self.steps >= FIRST_STEPS and is_decided:
             limit_s = max(COPY_IS_CHEAP_S, AFFORDABLE_FRACTION * self._step_s)
-            self.are_affordable = self._fits and (self._copy_s or 0.0) <= limit_s
+            self.are_affordable = self.fits and (self._copy_s or 0.0) <= limit_s
             if self.steps > FIRST_STEPS:
                 self._step_s = 0.0
 

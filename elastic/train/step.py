@@ -26,6 +26,8 @@ class Progress:
     passes: int = 0  # over loaders, begun since the job began
     # The loader over which the script's current pass is, or was the last one; empty: none.
     place: str = ""
+    # Why weights are copied at the beginning of each step; empty: no step has needed it so far.
+    needs_copies: str = ""
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from saved progress; older checkpoints lack some of the fields, or have more."""

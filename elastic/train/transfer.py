@@ -555,7 +555,7 @@ class Reconfiguration:
         if agreement.receivers:
             self._transfer(world, agreement)
         state = unpack(node, tensors, self._job)
-        self._progress.rollback.adopt(state["needs_copies"], state["small"])
+        self._progress.rollback.adopt(state["small"])
         if not is_source:
             self._progress.tag = tag  # equal weights: from here on, a fault loses nothing
         generation = max(world.generation, state["generation"] + 1)
@@ -572,7 +572,6 @@ class Reconfiguration:
         return pack(
             {
                 "small": rollback.snapshot,
-                "needs_copies": rollback.needs_copies,
                 "lineage": [[a.generation, a.began_at_step] for a in lineage],
                 "generation": generation,
                 "saved_step": saved_step,

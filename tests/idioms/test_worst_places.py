@@ -12,9 +12,12 @@ from idiom_runs import IdiomRuns
 from elastic.testing.small_world.world import Death
 
 BY_ITSELF = Death(rank=2, event=1 << 40)  # the script chooses the line
-# Copies of each step: where they are too expensive, as seems to be so on a busy machine, the first
-# collective after an update cannot be undone, and die() has one.
-JOIN = 'elastic.join(step_copies="always")'
+JOIN = "elastic.join()"
+# Every copy and every digest is too expensive to be taken in each step.
+LEAN = """
+from elastic.train import rollback
+rollback.COPY_IS_CHEAP_S = rollback.AFFORDABLE_FRACTION = 0.0
+"""
 HEAD = f"""
 import copy, os, signal
 import torch
@@ -287,24 +290,31 @@ run.track(ema=ema)
 """
 
 
-def script_of(loop: str, at: int) -> str:
+def script_of(loop: str, at: int, *, is_lean: bool) -> str:
     body = LOOPS[loop].replace("STEP", STEP)
     average = WITH_AVERAGE if "ema" in body else ""
     tail = TAIL + (
         "result |= {f'ema.{k}': v for k, v in ema.state_dict().items()}\n" * bool(average)
     )
     counted = "result['calls'] = run.state['calls']\n" if "calls" in body else ""
-    return f"{HEAD}\nat = {at}\n{TRAINED}{average}\n{dedent(body)}\n{tail}{counted}"
+    return f"{HEAD}{LEAN * is_lean}\nat = {at}\n{TRAINED}{average}\n{dedent(body)}\n{tail}{counted}"
 
 
-@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize(
+    ("at", "is_lean"),
+    [
+        pytest.param(0, False, marks=pytest.mark.slow),
+        pytest.param(5, False, marks=pytest.mark.slow),
+        pytest.param(5, True),
+    ],
+)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_death_at_a_critical_line_does_not_change_the_result(
-    runs: IdiomRuns, tmp_path: Path, loop: str, at: int
+    runs: IdiomRuns, tmp_path: Path, loop: str, at: int, is_lean: bool
 ) -> None:
-    """In the first steps of a process, and after some steps."""
+    """In the first steps of a process, and after some steps, with copies and without them."""
     script = tmp_path / "script.py"
-    script.write_text(script_of(loop, at))
+    script.write_text(script_of(loop, at, is_lean=is_lean))
     alone = runs.world.run(script, tmp_path / "alone", size=1)
     alone.assert_success(workers=1)
     outcome = runs.world.run(script, tmp_path / "killed", size=3, death=BY_ITSELF)

@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader
 from elastic import torch_private
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
+from elastic.train import rollback
 from elastic.train.copies import WeightCopies
 from elastic.train.ddp import ElasticDDP
 from elastic.train.optimizers import OptimizerWatch
 from elastic.train.rebuilding import inner_optimizers
-from elastic.train.rollback import FIRST_STEPS, CopyCosts, Rollback, StepCopies
+from elastic.train.rollback import COPY_EVERY, FIRST_STEPS, CopyCosts, Rollback, StepCopies
 from elastic.train.state import JobState
 from elastic.train.step import Step
 
@@ -31,6 +32,7 @@ class Script:
 
     def __init__(self) -> None:
         self.step: Step | None = None
+        self.states: dict[int, str] = {}  # by the number of complete steps
         self.optimizer_watch = OptimizerWatch(lambda: self.step)
         self.job = JobState(seed=0)
         self.model = ElasticDDP(network(hidden=200))
@@ -56,6 +58,14 @@ class Script:
     def commit(self) -> None:
         self.rollback.committed()
         self.rollback.take()
+
+    def train_step(self) -> None:
+        """A complete step."""
+        self.update()
+        self.job.progress.step += 1
+        self.job.user["steps"] = self.job.progress.step
+        self.commit()
+        self.states[self.job.progress.step] = state_of(self)
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).clone()
@@ -167,7 +177,7 @@ def test_joining_ranks_learn_that_the_script_needs_copies(lean: Script) -> None:
     new = Script()
     try:
         new.rollback = Rollback(new.job, new.optimizer_watch.tracked, StepCopies.NEVER)
-        new.rollback.adopt(lean.rollback.needs_copies, lean.rollback.snapshot)
+        new.rollback.adopt(lean.rollback.snapshot)
         for _ in range(5):
             new.commit()
         before = new.weights()
@@ -176,6 +186,76 @@ def test_joining_ranks_learn_that_the_script_needs_copies(lean: Script) -> None:
         assert torch.equal(new.weights(), before)
     finally:
         new.optimizer_watch.close()
+
+
+@pytest.fixture
+def seldom(script: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """A script whose state is copied in some steps only, because a copy is too slow."""
+    monkeypatch.setattr(rollback, "AFFORDABLE_FRACTION", 0.0)
+    monkeypatch.setattr(rollback, "COPY_IS_CHEAP_S", 0.0)
+    script.rollback = Rollback(script.job, script.optimizer_watch.tracked)
+    script.optimizer_watch.rollback = script.rollback
+    script.rollback.take()
+    while script.job.progress.step < COPY_EVERY + 2:
+        script.train_step()
+    return script
+
+
+def test_a_step_that_lacks_a_copy_is_repeated_from_an_earlier_one(seldom: Script) -> None:
+    was = seldom.states[COPY_EVERY]
+    seldom.update()
+    assert not seldom.rollback.restore() and seldom.rollback.restore_earlier()
+    assert (seldom.job.progress.step, seldom.job.user) == (COPY_EVERY, {"steps": COPY_EVERY})
+    assert state_of(seldom) == was
+
+
+def test_after_it_each_step_is_copied(seldom: Script) -> None:
+    seldom.update()
+    seldom.rollback.restore()
+    seldom.rollback.restore_earlier()
+    seldom.rollback.take()
+    for _ in range(2):
+        seldom.train_step()
+    before = state_of(seldom)
+    seldom.update()
+    assert seldom.rollback.restore()
+    assert state_of(seldom) == before
+
+
+def test_gradients_that_are_kept_for_the_first_time_are_those_of_the_earlier_copy(
+    seldom: Script,
+) -> None:
+    def gradients() -> str:
+        return repr([p.grad for p in seldom.model.parameters()])
+
+    while seldom.job.progress.step % COPY_EVERY:
+        seldom.train_step()
+    before = gradients()
+    seldom.train_step()
+    seldom.model.reduction.adds_to_earlier = True  # the next step has not zeroed them
+    for p in seldom.model.parameters():
+        p.grad = None
+    assert not seldom.rollback.restore() and seldom.rollback.restore_earlier()
+    assert gradients() == before and seldom.job.keeps_gradients
+
+
+def test_an_earlier_copy_of_other_weights_is_not_used(seldom: Script) -> None:
+    seldom.rollback.copy_also([nn.Parameter(torch.ones(3))])
+    seldom.update()
+    assert not seldom.rollback.restore() and not seldom.rollback.restore_earlier()
+
+
+def test_a_job_that_resumes_knows_that_its_script_needs_copies(lean: Script) -> None:
+    clip(lean)
+    lean.update()
+    lean.commit()
+    resumed = Script()
+    try:
+        resumed.job.progress.load(lean.job.tree()["progress"])
+        resumed.rollback = Rollback(resumed.job, resumed.optimizer_watch.tracked)
+        assert resumed.rollback.needs_copies == "weights change outside of optimizer.step()"
+    finally:
+        resumed.optimizer_watch.close()
 
 
 def test_without_memory_for_copies_an_interrupted_step_is_torn(
