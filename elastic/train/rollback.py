@@ -450,8 +450,8 @@ AFFORDABLE_FRACTION = 0.01
 AFFORDABLE_MEMORY = 0.1  # of the memory that is free, on the host or on the device
 # At which a device copies: less than those in use reach, so that a copy is not underestimated.
 DEVICE_BYTES_PER_S = 1e12
-# A step that would have needed a copy is repeated from the last copy: at most so many steps, once in
-# a job. A copy costs less than a step, so it costs less than 1/64 of the time; usually a thousandth.
+# A step that would have needed a copy is repeated from the last one: at most so many steps, once in
+# a job. A copy takes less time than a step, so that this is less than 1/64 of the time.
 COPY_EVERY = 64
 FIRST_STEPS = 3  # of a process: always copied, while the cost and the script are not known yet
 # Of gradients that may belong to the state, until a step has added to them: they are sent at once.
@@ -769,8 +769,8 @@ class Rollback:
         if not self.needs_copies:
             self._need_copies("a step was interrupted after its update")
         get_logger().warning(
-            "step %d was interrupted and cannot be undone, because the weights were not copied at its "
-            "beginning (%s, for the first time): training is repeated from step %d",
+            "step %d was interrupted and cannot be undone, because weights were not copied before it "
+            "(%s, for the first time): training is repeated from step %d",
             torn,
             self.needs_copies,
             self._job.progress.step,

@@ -46,6 +46,11 @@ def leaves(name, value):
         return {name: value.clone() if torch.is_tensor(value) else value} if is_number else {}
     return {k: v for key, item in items for k, v in leaves(f"{name}.{key}", item).items()}
 """
+# Every copy and every digest is too expensive to be taken in each step.
+SELDOM = """from elastic.train import rollback
+
+rollback.COPY_IS_CHEAP_S = rollback.AFFORDABLE_FRACTION = 0.0
+"""
 RETRY, ATTEMPTS, RESTART = "run.retry", "run.attempts", "restart"
 WHOLE, REPLICAS, MESH, BUILD = "", "replicas", "mesh", "build"
 SHARDED = {
@@ -86,6 +91,7 @@ class Script:
     has_checkpoints: bool = False  # in the folder that is its first argument
     sharding: str = WHOLE  # or REPLICAS (FSDP), MESH (tensor parallel), or BUILD: over the world
     is_inside: bool = False  # model, optimizer and loader are created in the training function
+    is_copied_seldom: bool = False  # as if copies of the weights were expensive
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -101,6 +107,7 @@ class Script:
     def way(self) -> str:
         """How it is sharded, and how it recovers."""
         words = [self.sharding, self.recovery, "all in the function" if self.is_inside else ""]
+        words += ["copied seldom"] if self.is_copied_seldom else []
         return " ".join(word for word in words if word)
 
     @property
@@ -127,6 +134,8 @@ class Script:
             yield replace(self, recovery=RETRY)
         if self.is_inside:
             yield replace(self, is_inside=False)
+        if self.is_copied_seldom:
+            yield replace(self, is_copied_seldom=False)
 
     def text(self, note: str) -> str:
         """The script, with ``note`` as its docstring."""
@@ -154,7 +163,10 @@ def draw_script(
             parts = [part for part in parts if part.kind in REQUIRED] + optional
             chosen = recovery or draw.choice([RETRY, RETRY, RETRY, ATTEMPTS])
             is_inside = not sharding and draw.random() < 0.15
-            return Script(tuple(parts), chosen, has_checkpoints, sharding, is_inside)
+            is_copied_seldom = draw.random() < 0.3
+            return Script(
+                tuple(parts), chosen, has_checkpoints, sharding, is_inside, is_copied_seldom
+            )
 
 
 def _possible(parts: Sequence[Part], sharding: str, with_open: bool) -> list[Part]:
@@ -217,7 +229,8 @@ class _Composition:
             modules.add(_PARALLEL if self._sharding == MESH else _FSDP)
         plain = sorted(line for line in modules if line.startswith("import "))
         named = sorted(line for line in modules if line.startswith("from "))
-        return "\n".join([*plain, *IMPORTS.splitlines()[:-2], *named, "", "import elastic\n"])
+        lines = [*plain, *IMPORTS.splitlines()[:-2], *named, "", "import elastic"]
+        return "\n".join([*lines, SELDOM if self._script.is_copied_seldom else ""])
 
     def _all(self, place: str) -> list[str]:
         return [line for part in self._parts for line in part.lines(place)]
