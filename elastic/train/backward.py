@@ -16,6 +16,7 @@ from elastic.errors import TrainingError
 from elastic.hangs.page import COMPUTE, SCRIPT, Phase, phases
 from elastic.torch_private import not_compiled
 from elastic.train.reduction import Reduction
+from elastic.train.sharding import local_value
 
 # ----------------------------------------------------------------------------
 # The script's backward passes: several over one forward pass, and those within others.
@@ -45,7 +46,6 @@ class Reduced(Protocol):
         """Prepare for another pass, with these losses."""
 
 
-_FIRST_LOOKS = 3  # at gradients on a device, which wait for it; then at each power of two
 _number = itertools.count()
 # In the order in which they were wrapped: they may compare bucket plans with other ranks.
 _modules: weakref.WeakValueDictionary[int, Reduced] = weakref.WeakValueDictionary()
@@ -98,32 +98,14 @@ def _begin(losses: Sequence[Any]) -> Callable[[bool], None]:
     _waiting.clear()
     if _is_expected:
         phases.enter(COMPUTE)
-    for module in list(_modules.values()):
-        if module.in_world and module.reduction.may_add_to_earlier:
-            _note_earlier_gradients(module, losses)
+    for earlier in list(_earlier):
+        earlier.look(losses)
     repeated = [
         _RepeatedPass(module, losses)
         for module in list(_modules.values())
         if module.in_world and module.reduction.is_reduced
     ]
     return functools.partial(_end, repeated)
-
-
-def _note_earlier_gradients(module: Reduced, losses: Sequence[Any]) -> None:
-    """Note whether the first pass of a step adds to gradients of steps that are committed.
-
-    Scripts that set gradients to None, as is usual, need only the first line.
-    """
-    gradients = [p.grad for p in module.all_parameters if p.grad is not None]
-    reduction = module.reduction
-    if gradients:
-        if not _reach(losses, module.all_parameters):
-            return  # as of a generator, in the pass of its critic
-        reduction.looks += 1
-        looks, is_on_host = reduction.looks, gradients[0].device.type == "cpu"
-        if is_on_host or looks <= _FIRST_LOOKS or looks & (looks - 1) == 0:
-            reduction.adds_to_earlier = any(bool(gradient.any()) for gradient in gradients)
-    reduction.may_add_to_earlier = False
 
 
 def _end_nested(has_succeeded: bool) -> None:
@@ -193,6 +175,60 @@ def _reach(losses: Iterable[Any], parameters: Iterable[torch.Tensor]) -> bool:
             return True
         pending += [function for function, _ in node.next_functions]
     return False
+
+
+# ----------------------------------------------------------------------------
+# Gradients of committed steps to which a later one adds: they are a part of the state.
+
+_FIRST_LOOKS = 3  # at gradients on a device, which wait for it; then at each power of two
+
+
+class EarlierGradients:
+    """Notes whether the first backward pass of a step adds to gradients of committed steps.
+
+    ``parameters``: those of a module that have gradients; ``computed_for``: more tensors for which
+    passes compute these, as for the parameters that FSDP has gathered.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        computed_for: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        self._parameters, self._computed_for = parameters, computed_for
+        self._is_expected = False  # no pass has computed gradients since the last commit
+        self._looks = 0
+        self.are_added_to = False  # in this step, or this accumulation
+        _earlier.add(self)
+
+    def begin_step(self) -> None:
+        """A step begins, or the first one of an accumulation."""
+        watch()
+        self._is_expected, self.are_added_to = True, False
+
+    def forget(self) -> None:
+        """The step is undone."""
+        self._is_expected = self.are_added_to = False
+
+    def look(self, losses: Sequence[Any]) -> None:
+        """A backward pass from ``losses`` begins.
+
+        Scripts that set gradients to None, as is usual, need only the first line.
+        """
+        if not self._is_expected:
+            return
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        if gradients:
+            if not _reach(losses, [*self._parameters(), *self._computed_for()]):
+                return  # as of a generator, in the pass of its critic
+            self._looks += 1
+            looks, is_on_host = self._looks, gradients[0].device.type == "cpu"
+            if is_on_host or looks <= _FIRST_LOOKS or looks & (looks - 1) == 0:
+                self.are_added_to = any(bool(local_value(g).any()) for g in gradients)
+        self._is_expected = False
+
+
+_earlier: weakref.WeakSet[EarlierGradients] = weakref.WeakSet()
 
 
 # ----------------------------------------------------------------------------

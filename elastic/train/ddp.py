@@ -23,7 +23,7 @@ from elastic.groups.collectives import ReleasableGroup, broadcast_tensors, compl
 from elastic.groups.pending import remove_reducer_hooks, semantics_of
 from elastic.torch_private import not_compiled, not_compiled_itself
 from elastic.train import backward
-from elastic.train.backward import begin_forward, end_forward
+from elastic.train.backward import EarlierGradients, begin_forward, end_forward
 from elastic.train.order import (
     COUNT,
     ReductionOrder,
@@ -64,6 +64,7 @@ class ElasticDDP(DDP):
         self.module = module
         self.options = options
         self.reduction = Reduction()
+        self.earlier = EarlierGradients(lambda: self.all_parameters)
         self.in_world = False
         self.reduced_elements = 0  # in a backward pass that is reduced
         self._is_planned = False  # the reducer's buckets follow the order of gradients

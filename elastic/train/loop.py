@@ -913,7 +913,9 @@ class StepLoop:
         self._job.order.begin_step(step.number)
         for module in self._job.modules.values():
             module.begin_step(step.share)
-            module.reduction.may_add_to_earlier = self.current.accumulation.since is None
+        if self.current.accumulation.since is None:
+            for earlier in self._job.earlier_gradients:
+                earlier.begin_step()
         if self._job.built is not None:
             self._job.built.begin_step(step.share, size)
 

@@ -368,6 +368,7 @@ class RankProgress:
         """Commit ``step`` (number, epoch, index), which ``callbacks`` callbacks follow."""
         self.rollback.committed()
         self.begun = False
+        self._job.progress.commits += 1
         self._job.progress.last = step
         self.called_back(callbacks)
 
@@ -419,6 +420,8 @@ class RankProgress:
         for module in self._job.modules.values():
             module.reduction.forget_gradients()
             module.reduction.begin(1.0)
+        for earlier in self._job.earlier_gradients:
+            earlier.forget()
 
     def roll_back(self) -> bool:
         """Return to the last boundary. Returns False if that is impossible, or if the current step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
@@ -22,7 +23,7 @@ from checkpoints.tree import unflatten
 from elastic import torch_fsdp, torch_private
 from elastic.errors import SYSTEM_CLOCK, ConfigError, TrainingError
 from elastic.telemetry.log import get_logger
-from elastic.train.backward import ForwardHooks
+from elastic.train.backward import EarlierGradients, ForwardHooks
 from elastic.train.sharded import FSDPParts
 from elastic.tuning.intervals import GARBAGE_SLICE_S
 
@@ -353,6 +354,10 @@ class Built:
             for module in parts.outermost:  # a container has no forward pass of its own
                 ForwardHooks(module)
         self._weights = [ShareWeight(parts.parts) for parts in self._parts]
+        self.earlier = [
+            EarlierGradients(functools.partial(tuple, list(module.parameters())), parts.gathered)
+            for module, parts in zip(self.modules.values(), self._parts, strict=True)
+        ]
 
     def _add(self, item: Any) -> None:
         if isinstance(item, nn.Module):
@@ -543,6 +548,16 @@ def load_shards(
     for key, item in tracked.items():
         if isinstance(item, torch.optim.Optimizer):
             into["tracked"][key] = {"state": _room_for_state(manifest, key, item)}
+    saved = unflatten(manifest.tree, lambda path, tensor: tensor).get("gradients", {})
+    into["gradients"] = {
+        key: {
+            str(index): torch.zeros_like(parameter.detach())
+            for index, parameter in enumerate(modules[key].parameters())
+            if str(index) in entries
+        }
+        for key, entries in saved.items()
+        if key in modules
+    }
     return checkpoints.load(storage, name, into=into, strict=False)
 
 

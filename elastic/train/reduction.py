@@ -34,9 +34,6 @@ class Reduction:
         self.elements = 0  # of all gradients reduced in this world
         self.is_late = False  # a backward pass ran one step after its forward pass
         self.is_local = False  # the weights' .grad contains unreduced gradients of this rank
-        self.may_add_to_earlier = False  # no backward pass since the last commit
-        self.adds_to_earlier = False  # the first one has added to gradients of committed steps
-        self.looks = 0  # at such gradients
         self.failure: BaseException | None = None  # kept even if the script caught it
         self.works: list[dist.Work] = []  # of this step, on asynchronous devices
         self.is_static = False  # DDP reduces at the end of the first backward pass, and waits there
@@ -81,7 +78,6 @@ class Reduction:
         self._weight = weight
         self.is_done = self._has_spoken = False
         self._has_accumulated = self.has_forward = False
-        self.may_add_to_earlier = self.adds_to_earlier = False
         self.failure = self._matched = None
         self.works.clear()
 

@@ -551,7 +551,7 @@ class Rollback:
 
     @property
     def _adds_to_earlier_gradients(self) -> bool:
-        return any(m.reduction.adds_to_earlier for m in self._job.modules.values())
+        return any(earlier.are_added_to for earlier in self._job.earlier_gradients)
 
     def note_weights(self) -> None:
         """Note the current weights, without a way back to them."""
@@ -769,7 +769,7 @@ class Rollback:
         if not self.needs_copies:
             self._need_copies("a step was interrupted after its update")
         get_logger().warning(
-            "step %d was interrupted and cannot be undone, because weights were not copied before it "
+            "step %d was interrupted and cannot be undone: weights were not copied before it "
             "(%s, for the first time): training is repeated from step %d",
             torn,
             self.needs_copies,

@@ -29,7 +29,7 @@ from elastic.torch_private import (
     reduce_scatter,
 )
 from elastic.train import backward
-from elastic.train.backward import ForwardHooks
+from elastic.train.backward import EarlierGradients, ForwardHooks
 from elastic.train.order import (
     COUNT,
     ReductionOrder,
@@ -656,6 +656,11 @@ class FSDPParts:
         (``set_requires_gradient_sync``)."""
         return any(torch_fsdp.fsdp_held_gradients(part) for part in self.parts)
 
+    def gathered(self) -> list[torch.Tensor]:
+        """The parameters for which backward passes compute gradients, as far as FSDP has gathered
+        them."""
+        return [p for part in self.parts for p in torch_fsdp.fsdp_gathered(part)]
+
     def reset(self) -> None:
         """Reset the state of an interrupted step. A module without a forward pass has none: its
         world may have ended before its first step."""
@@ -940,6 +945,7 @@ class ShardedModule:
         mesh = group.replica.mesh
         self._parts = FSDPParts(module)
         self._fsdp = self._parts.parts
+        self.earlier = EarlierGradients(lambda: self.all_parameters, self._parts.gathered)
         check_coverage(module, self._fsdp, mesh)
         if group.replica.split_ties is not None:
             group.replica.split_ties.check(module)

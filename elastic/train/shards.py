@@ -275,9 +275,13 @@ def room_for(manifest: Manifest, job: JobState, *, below: str = "") -> dict[str,
 
 
 def _parameter_of(path: str, job: JobState) -> torch.Tensor | None:
-    """The parameter to which a value in an optimizer's state (tracked/NAME/state/INDEX/…)
-    belongs."""
+    """The parameter to which a value in an optimizer's state (tracked/NAME/state/INDEX/…), or a
+    gradient (gradients/NAME/INDEX), belongs."""
     parts = path.split("/")
+    if parts[0] == "gradients" and len(parts) == 3 and parts[2].isdigit():
+        module = job.modules.get(_plain(parts[1]))
+        own = module.all_parameters if module is not None else ()
+        return own[int(parts[2])] if int(parts[2]) < len(own) else None
     if len(parts) != 5 or parts[0] != "tracked" or parts[2] != "state" or not parts[3].isdigit():
         return None
     tracked: Any = job.tracked.get(_plain(parts[1]))

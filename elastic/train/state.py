@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from checkpoints.tree import flatten
 from elastic import torch_private
 from elastic.errors import ConfigError, TrainingError
 from elastic.groups.world import StagePlace, check_saved_stages
+from elastic.train.backward import EarlierGradients
 from elastic.train.copies import is_plain, layouts_of, load_tracked
 from elastic.train.ddp import Wrapped
 from elastic.train.loader import ElasticLoader
@@ -38,6 +39,8 @@ from elastic.train.sharding import (
 )
 from elastic.train.step import Progress
 from elastic.train.values import Writing, plain_form, typed_form
+
+UNKNOWN_COMMITS = 3  # before which gradients are saved: the next step may add to them
 
 
 class Stateful(Protocol):
@@ -219,31 +222,53 @@ class JobState:
             "seed": self.seed,
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
             "frozen": self._frozen(),
-            "gradients": self.gradients() if self.keeps_gradients else {},
+            "keeps_gradients": self.keeps_gradients,
+            "gradients": self.gradients() if self._may_keep_gradients else {},
             "layouts": layouts_of(self.all_tracked),
         }
 
     def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The gradients of each wrapped module, by the position of their parameter."""
+        """The gradients of each module, by the position of their parameter."""
         return {
             name: {
                 str(i): p.grad
-                for i, p in enumerate(module.all_parameters)
+                for i, p in enumerate(parameters)
                 if p.grad is not None and not p.grad.is_sparse
             }
-            for name, module in self.modules.items()
+            for name, parameters in self._parameters().items()
         }
+
+    @property
+    def _may_keep_gradients(self) -> bool:
+        """Whether gradients are state, as far as known: in the first steps it is not."""
+        return self.keeps_gradients or self.progress.commits < UNKNOWN_COMMITS
 
     def set_gradients(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Give parameters copies of these gradients, in place where they have some, and all others
         none."""
-        for name in self.modules.keys() & saved.keys():
-            for i, p in enumerate(self.modules[name].all_parameters):
+        for name, parameters in self._parameters().items():
+            for i, p in enumerate(parameters if name in saved else ()):
                 given = saved[name].get(str(i))
-                if given is None or p.grad is None:
-                    p.grad = None if given is None else given.detach().to(p.device, copy=True)
+                if given is None:
+                    p.grad = None
+                    continue
+                if p.grad is None:
+                    p.grad = given.detach().to(p.device, copy=True)
                 else:
                     p.grad.detach().copy_(given)
+
+    def _parameters(self) -> dict[str, Sequence[torch.Tensor]]:
+        built = self.built.modules if self.built is not None else {}
+        return {
+            **{name: module.all_parameters for name, module in self.modules.items()},
+            **{name: tuple(module.parameters()) for name, module in built.items()},
+        }
+
+    @property
+    def earlier_gradients(self) -> list[EarlierGradients]:
+        """What is known of the gradients of committed steps, for each module."""
+        wrapped = [module.earlier for module in self.modules.values()]
+        return wrapped + (self.built.earlier if self.built is not None else [])
 
     def saved_tree(self) -> dict[str, Any]:
         """The current state as a part of a checkpoint: with pipeline stages, one of several."""
@@ -328,7 +353,7 @@ class JobState:
             if name in modules:
                 _load_transient(modules[name], saved_buffers)
         if gradients := tree.get("gradients"):
-            self.keeps_gradients = True
+            self.keeps_gradients |= tree.get("keeps_gradients", True)  # not in older checkpoints
             self.set_gradients(gradients)
         writing.write(self.user, _typed(tree, "state"))
         self.progress.load(tree["progress"])

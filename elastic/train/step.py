@@ -18,6 +18,7 @@ class Progress:
     """The committed progress of the job. Saved with every checkpoint."""
 
     step: int = 0  # steps committed since the job began
+    commits: int = 0  # with accumulated gradients several steps are committed at once
     epoch: int = 0
     # The last committed step (number, epoch, index), and how many of the callbacks that follow it
     # have not been called: a fault may end the world, or the process, before them.

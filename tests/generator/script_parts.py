@@ -1329,6 +1329,7 @@ UPDATES = (
     Part(
         kind="update",
         name="gradients decayed instead of zeroed",
+        is_shardable=True,
         body="""
         for parameter in model.parameters():
             if parameter.grad is not None:

@@ -90,6 +90,29 @@ def test_a_wrong_result_is_found_and_shrunk_to_its_part(runner: Runner) -> None:
     assert "scenario.json" in {path.name for path in Path(smallest.path).parent.iterdir()}
 
 
+DECAYED = BY_LABEL["update:gradients decayed instead of zeroed"]
+
+
+@pytest.mark.parametrize("execution", [pytest.param(2, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("sharding", [REPLICAS, MESH, BUILD])
+def test_gradients_that_sharded_models_keep_for_the_next_step_are_state(
+    runner: Runner, sharding: str, execution: int
+) -> None:
+    plainest = {**DEFAULTS, DECAYED.kind: DECAYED}
+    scenario = Scenario(
+        seed=0,
+        script=Script(tuple(plainest.values()), sharding=sharding),
+        way=RECOVERED,
+        size=3 if sharding == BUILD else 4,
+        rank=1,
+        line="loss.backward()",
+        execution=execution,
+    )
+    verdict = runner.run(scenario)
+    assert not verdict.failed, verdict.describe()
+    assert "loss.backward()" in verdict.died_at
+
+
 # -- the generator itself -------------------------------------------------------------------------
 
 

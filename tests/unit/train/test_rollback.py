@@ -23,7 +23,7 @@ from elastic.train.ddp import ElasticDDP
 from elastic.train.optimizers import OptimizerWatch
 from elastic.train.rebuilding import inner_optimizers
 from elastic.train.rollback import COPY_EVERY, FIRST_STEPS, CopyCosts, Rollback, StepCopies
-from elastic.train.state import JobState
+from elastic.train.state import UNKNOWN_COMMITS, JobState
 from elastic.train.step import Step
 
 
@@ -232,11 +232,33 @@ def test_gradients_that_are_kept_for_the_first_time_are_those_of_the_earlier_cop
         seldom.train_step()
     before = gradients()
     seldom.train_step()
-    seldom.model.reduction.adds_to_earlier = True  # the next step has not zeroed them
+    seldom.model.earlier.are_added_to = True  # the next step has not zeroed them
     for p in seldom.model.parameters():
         p.grad = None
     assert not seldom.rollback.restore() and seldom.rollback.restore_earlier()
     assert gradients() == before and seldom.job.keeps_gradients
+
+
+def test_gradients_are_saved_until_it_is_known_that_no_step_adds_to_them(script: Script) -> None:
+    saved = []
+    for script.job.progress.commits in range(UNKNOWN_COMMITS + 1):
+        script.update()
+        saved.append(bool(script.job.tree()["gradients"]))
+    assert saved == [True] * UNKNOWN_COMMITS + [False]
+    script.job.keeps_gradients = True
+    assert script.job.tree()["gradients"]
+
+
+def test_the_first_pass_of_an_accumulation_tells_whether_earlier_gradients_are_state(
+    script: Script,
+) -> None:
+    x, y = dataset()[:8]
+    for earlier, expected in ((script.model.earlier, True), (script.model.earlier, False)):
+        earlier.begin_step()
+        for _ in range(2):  # a step of two batches
+            F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+        assert earlier.are_added_to is expected
+        script.optimizer.zero_grad()
 
 
 def test_an_earlier_copy_of_other_weights_is_not_used(seldom: Script) -> None:
