@@ -198,6 +198,8 @@ class Commits:
         none: they have not compared all weights in this world yet."""
         if self._digests is None or self._compared_in is not self._lifecycle.world:
             return None
+        if self._checkpoints.flags.has_sent_digest:
+            self._digests.compared(number - 1)
         return self._digests.bits(number)
 
     def _compare_replicas(self, step: Step) -> None:
@@ -215,12 +217,18 @@ class Commits:
         is_first = has_updated and self._compared_in is not world
         if is_first or is_due:
             self._compare_state(step)
-        if not (is_first or is_due or is_different):
+        # Scripts that reduce gradients themselves send no digests.
+        is_unread = has_updated and is_compared_after(step.number) and not flags.has_sent_digest
+        if not (is_first or is_due or is_different or is_unread):
             return
+        begins = is_first or is_different
         try:
             with self._lifecycle.replica.whole():
                 self._compare_weights(
-                    step, is_periodic=is_first or is_due, of_all=is_first or is_different
+                    step,
+                    is_periodic=is_first or is_due,
+                    of_all=begins or is_unread,
+                    begins_digests=begins,
                 )
         except TrainingError:
             self._checkpoints.stop()  # do not save these weights
@@ -245,8 +253,11 @@ class Commits:
             with self._lifecycle.replica.whole():
                 self._check_optimizer_states(step, refuse_states_of_shards)
 
-    def _compare_weights(self, step: Step, *, is_periodic: bool, of_all: bool) -> None:
-        """Compare what no digest covers if ``is_periodic``, and all weights if ``of_all``."""
+    def _compare_weights(
+        self, step: Step, *, is_periodic: bool, of_all: bool, begins_digests: bool
+    ) -> None:
+        """Compare what no digest covers if ``is_periodic``, and all weights if ``of_all``.
+        ``begins_digests``: the next steps send digests of these weights."""
         world, modules, parts = self._lifecycle.world, self._job.modules, self._parts
         wrapped: Weights = {name: module.local_parameters for name, module in modules.items()}
         has_same_parts = is_periodic and bool(world.mesh.same_part_dims)
@@ -263,7 +274,7 @@ class Commits:
             parts=parts,
             changed_in=None if digests is None else digests.changed_in(step.number),
         )
-        if not of_all:
+        if not begins_digests:
             return
         # Processors may round differently, and a script may change weights at the beginning of each
         # step and back: comparing all of them in every step would slow training down.

@@ -82,6 +82,7 @@ class ControlFlags:
         self._ranks: int | None = None
         self._nothing: dict[tuple[int | None, torch.dtype, torch.device], torch.Tensor] = {}
         self._digest: torch.Tensor | None = None  # of weights, until it is sent
+        self.has_sent_digest = False  # in this step
         self.has_different_weights = False  # digests of this step or an earlier one differ
 
     def begin_step(
@@ -90,6 +91,7 @@ class ControlFlags:
         """Label the gradients sent next as those of step ``number``; so many ranks send some.
         ``digest``: of weights (:class:`~elastic.train.weight_digest.WeightDigest`)."""
         self._step, self._ranks, self._digest = number, ranks, digest
+        self.has_sent_digest = False
         self._ends.clear()
 
     def abstain(self) -> None:
@@ -124,7 +126,7 @@ class ControlFlags:
         """Write the digest of this step's weights into ``end``, unless it is already sent."""
         if self._digest is not None:
             end[_FLAGS:] = self._digest
-            self._digest = None
+            self._digest, self.has_sent_digest = None, True
 
     def forget(self) -> None:
         """Release the buckets of an ended world, and forget what its ranks found."""

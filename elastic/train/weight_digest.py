@@ -1,8 +1,8 @@
 """Digests of a rotating part of the weights, which ranks compare in every step.
 
 Reading all weights in every step would slow training down. So each step reads one of several parts,
-and all of them within as many steps. The digest is summed over the ranks with the control flags of
-the first gradient bucket (:mod:`elastic.train.order`): bit by bit, each as the
+and all of them within as many steps that reduce gradients. The digest is summed over the ranks with
+the control flags of the first gradient bucket (:mod:`elastic.train.order`): bit by bit, each as the
 numbers of ranks that have it set and not set. A bit that differs leaves both above 0, at any number
 of ranks and in any floating dtype, because sums of positive numbers do not round to 0.
 """
@@ -10,6 +10,7 @@ of ranks and in any floating dtype, because sums of positive numbers do not roun
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,8 @@ _Chunks = Sequence[Sequence[torch.Tensor]]
 
 
 class WeightDigest:
-    """The digests of the weights at the beginning of each step from ``first`` on.
+    """The digests of the weights at the beginning of each step from ``first`` on: of one part until
+    ranks have compared it (steps of an accumulation may not), then of the next one.
 
     ``same_after``: a step after which ranks had the same weights, bit by bit; None if they may
     differ by rounding.
@@ -58,26 +60,33 @@ class WeightDigest:
         self._same_after = same_after
         self._first = first
         self._parts = _divide(weights)
+        self._compared = 0  # digests that ranks have compared
+        self._steps: deque[int] = deque(maxlen=len(self._parts))  # of the last ones
 
     def bits(self, step: int) -> torch.Tensor | None:
         """The digest of the part for this step: :data:`BITS` ones and zeros, then their
         complements. None if nothing is to be compared."""
         if step < self._first or not self._parts:
             return None
-        part = self._parts[step % len(self._parts)]
+        part = self._parts[self._compared % len(self._parts)]
         with torch.no_grad():
             chunks = [[self._values(piece) for piece in chunk] for chunk in part]
             if all(values.device.type == "cpu" for chunk in chunks for values in chunk):
                 return _bits_on_host(chunks)
             return _bits_on_device(chunks)
 
+    def compared(self, step: int) -> None:
+        """Record that ranks have compared the digest of ``step``."""
+        self._compared += 1
+        self._steps.append(step)
+
     def changed_in(self, step: int) -> range | None:
         """The steps of which one has changed weights whose digests differ in ``step``, but did not
         before. None: unknown."""
         if self._same_after is None:
             return None
-        last_read = step - len(self._parts)
-        return range(last_read if last_read >= self._first else self._same_after + 1, step)
+        are_all_read = len(self._steps) == len(self._parts)
+        return range(self._steps[0] if are_all_read else self._same_after + 1, step)
 
     def _values(self, piece: _Piece) -> torch.Tensor:
         tensor = self._weights[piece.owner]()[piece.index]

@@ -397,8 +397,25 @@ def train():
         if loader.index == 5 and run.world.rank == 1:
             model.module[0].bias.data[1] *= 1 + 1e-9
 """,
-        "after step 6, rank 1 has different weights from rank 0 in model (parameter 1, '0.bias') "
-        "since one of steps 3 to 5",
+        "after step 7, rank 1 has different weights from rank 0 in model (parameter 1, '0.bias') "
+        "since one of steps 4 to 6",
+    ),
+    "a weight that one rank changes later, and gradients summed up by hand": (
+        """
+model = run.wrap(network)
+loader = run.loader(DataLoader(dataset, shuffle=True), global_batch=12)
+def train():
+    for i, (inputs, targets) in enumerate(loader):
+        loss = F.mse_loss(network(inputs), targets, reduction="sum") / 12
+        gradients = torch.autograd.grad(loss, list(network.parameters()))
+        with torch.no_grad():
+            for p, g in zip(network.parameters(), gradients):
+                dist.all_reduce(g)
+                p -= 0.01 * g
+        if i == 3 and run.world.rank == 1:
+            network[0].bias.data[1] *= 1 + 1e-9
+""",
+        "after step 4, rank 1 has different weights from rank 0 in model (parameter 1, '0.bias')",
     ),
 }
 

@@ -23,6 +23,8 @@ def digest_of(own: Sequence[torch.Tensor], first: int = 0) -> WeightDigest:
 
 
 def bits(digest: WeightDigest, step: int) -> list[int]:
+    for earlier in range(step):
+        digest.compared(earlier)
     found = digest.bits(step)
     assert found is not None
     numbers: list[int] = found.tolist()
@@ -31,7 +33,10 @@ def bits(digest: WeightDigest, step: int) -> list[int]:
 
 def read_within(own: Sequence[torch.Tensor]) -> int:
     """The number of steps in which everything is read."""
-    found = digest_of(own).changed_in(1000)
+    digest = digest_of(own)
+    for step in range(1000):
+        digest.compared(step)
+    found = digest.changed_in(1000)
     assert found is not None
     return len(found)
 
@@ -108,10 +113,29 @@ def test_a_difference_is_dated_by_the_last_step_that_read_the_same_part() -> Non
     assert parts == 2
     digest = digest_of(tensors(), first=5)
     assert digest.bits(4) is None
-    assert digest.changed_in(5) == range(5, 5)
-    assert digest.changed_in(6) == range(5, 6)
-    assert digest.changed_in(7) == range(5, 7)
-    assert digest.changed_in(8) == range(6, 8)
+    dated = []
+    for step in range(5, 9):
+        dated.append(digest.changed_in(step))
+        digest.compared(step)
+    assert dated == [range(5, 5), range(5, 6), range(5, 7), range(6, 8)]
+
+
+def test_a_part_is_read_until_ranks_have_compared_it() -> None:
+    """Steps of an accumulation without reduction send nothing: a part that is chosen by the number
+    of the step might never be compared."""
+    own = tensors()
+    every = [bits(digest_of(own), step) for step in range(read_within(own))]
+    digest, seen = digest_of(own), []
+    for step in range(8):
+        seen.append(digest.bits(step))
+        if step % 2 == 1:
+            digest.compared(step)
+    found = [part.tolist() for part in seen if part is not None]
+    assert found == [part for part in every for _ in range(2)] * 2
+    assert digest.changed_in(9) == range(5, 9)
+
+
+def test_without_a_known_step_a_difference_has_no_date() -> None:
     unknown = WeightDigest({"model": tensors}, same_after=None, first=5)
     assert unknown.changed_in(8) is None
 
