@@ -200,7 +200,11 @@ class Commits:
             return None
         if self._checkpoints.flags.has_sent_digest:
             self._digests.compared(number - 1)
-        return self._digests.bits(number)
+        bits = self._digests.bits(number)
+        is_boundary = self._current.accumulation.since is None
+        if is_boundary and self._strategies.active.can_roll_back:
+            self._progress.rollback.has_part_changed = self._digests.has_part_changed
+        return bits
 
     def _compare_replicas(self, step: Step) -> None:
         """Compare replicas after the first update of each world, in which a joining process that

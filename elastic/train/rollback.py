@@ -479,6 +479,10 @@ def step_copies_from(name: str) -> StepCopies:
     return StepCopies(name)
 
 
+def _never() -> bool:
+    return False
+
+
 class Rollback:
     """Takes the state of boundaries, and returns to the last one. One per process, created once all
     objects are registered."""
@@ -505,6 +509,8 @@ class Rollback:
         self._has_changed = False  # weights changed before an optimizer's update in this step
         self._has_updates = False  # an optimizer has begun an update in this step
         self._updated_at: int | None = None  # collectives begun before it; None: not counted
+        # Whether a part of the weights has changed since the last boundary, by any means.
+        self.has_part_changed: Callable[[], bool] = _never
         self._own: tuple[torch.Tensor, ...] = ()
         self.snapshot: Snapshot = {}
 
@@ -536,6 +542,7 @@ class Rollback:
         is_alone = is_copied and not (self._copies_steps or self._job.is_rebuilt)
         self.snapshot = self._state.take(with_gradients=self._includes_gradients or is_alone)
         self._has_changed = self._has_updates = False
+        self.has_part_changed = _never
         self._has_copies = is_copied and self._copy()
         self._expect(by_content=with_copies or compares_content(self._costs.steps))
 
@@ -556,6 +563,7 @@ class Rollback:
     def note_weights(self) -> None:
         """Note the current weights, without a way back to them."""
         self._has_changed = self._has_updates = False
+        self.has_part_changed = _never
         self._watch.expect(by_content=False)
 
     def _expect(self, *, by_content: bool) -> None:
@@ -688,6 +696,8 @@ class Rollback:
             self._has_updates = True
             watch, learns = self._watch, compares_content(self._costs.steps)
             changed = watch.has_changed if learns else watch.has_counted_changes
+            if not (learns or changed) and self._is_on_host:
+                changed = self.has_part_changed()
             self._has_changed = self._has_changed or changed
             self._updated_at = _communications()
 
@@ -725,7 +735,7 @@ class Rollback:
     def forget(self) -> None:
         """Forget the last boundary's tensors, which were replaced; :meth:`take` must follow."""
         self._watch.forget()
-        self._earlier = None
+        self._earlier, self.has_part_changed = None, _never
         self._has_copies = self._has_changed = self._has_updates = False
 
     # -- after a fault ------------------------------------------------------------------------
@@ -737,7 +747,9 @@ class Rollback:
             return False  # for the first time: they are not copied yet
         if self._has_copies:
             return True
-        return not (self._has_updates or self._has_changed or self._watch.has_changed)
+        if self._has_updates or self._has_changed or self._watch.has_changed:
+            return False
+        return not self.has_part_changed()  # through .data, which torch does not count
 
     def can_restore_surely(self, *, by_content: bool) -> bool:
         """The same; ``by_content``: only if no change of the tensors can have remained unnoticed,

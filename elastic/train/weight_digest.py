@@ -60,6 +60,8 @@ class WeightDigest:
         self._same_after = same_after
         self._first = first
         self._parts = _divide(weights)
+        # Whether the part that was read last has another digest now.
+        self.has_part_changed: Callable[[], bool] = lambda: False
         self._compared = 0  # digests that ranks have compared
         self._steps: deque[int] = deque(maxlen=len(self._parts))  # of the last ones
 
@@ -69,6 +71,11 @@ class WeightDigest:
         if step < self._first or not self._parts:
             return None
         part = self._parts[self._compared % len(self._parts)]
+        read = self._bits(part)
+        self.has_part_changed = lambda: not torch.equal(self._bits(part), read)
+        return read
+
+    def _bits(self, part: _Part) -> torch.Tensor:
         with torch.no_grad():
             chunks = [[self._values(piece) for piece in chunk] for chunk in part]
             if all(values.device.type == "cpu" for chunk in chunks for values in chunk):

@@ -181,6 +181,16 @@ def train():
                 p.data -= 0.01 * p.grad.data
             die(epoch * 8 + i, at)
 """,
+    "weights scaled through .data before an update": """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            if epoch * 8 + i == 11:
+                for p in model.parameters():
+                    p.data.mul_(0.9)
+            die(epoch * 8 + i, at + 6)
+            STEP
+""",
     "gradients summed up by hand": """
 def train():
     for epoch in run.epochs(2):

@@ -261,6 +261,25 @@ def test_the_first_pass_of_an_accumulation_tells_whether_earlier_gradients_are_s
         script.optimizer.zero_grad()
 
 
+def test_a_change_that_torch_does_not_count_is_seen_in_a_part_of_the_weights(
+    seldom: Script,
+) -> None:
+    before = seldom.weights()
+    seldom.rollback.has_part_changed = lambda: not torch.equal(seldom.weights(), before)
+    assert seldom.rollback.can_restore
+    seldom.model.module[0].weight.data.mul_(0.5)
+    assert not seldom.rollback.restore() and seldom.rollback.restore_earlier()
+    assert state_of(seldom) == seldom.states[COPY_EVERY]
+
+
+def test_a_script_with_such_changes_gets_copies(seldom: Script) -> None:
+    before = seldom.weights()
+    seldom.rollback.has_part_changed = lambda: not torch.equal(seldom.weights(), before)
+    seldom.model.module[0].weight.data.mul_(0.5)
+    seldom.train_step()
+    assert seldom.rollback.needs_copies == "weights change outside of optimizer.step()"
+
+
 def test_an_earlier_copy_of_other_weights_is_not_used(seldom: Script) -> None:
     seldom.rollback.copy_also([nn.Parameter(torch.ones(3))])
     seldom.update()

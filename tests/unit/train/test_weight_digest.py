@@ -135,6 +135,21 @@ def test_a_part_is_read_until_ranks_have_compared_it() -> None:
     assert digest.changed_in(9) == range(5, 9)
 
 
+def test_a_change_of_the_part_that_was_read_last_is_seen_until_it_is_undone() -> None:
+    own = tensors()
+    digest = digest_of(own)
+    assert not digest.has_part_changed()
+    bits(digest, 0)
+    has_changed = digest.has_part_changed
+    for each in own:
+        each.data.mul_(2.0)
+    digest.bits(1)
+    assert has_changed() and not digest.has_part_changed()
+    for each in own:
+        each.data.div_(2.0)
+    assert not has_changed()
+
+
 def test_without_a_known_step_a_difference_has_no_date() -> None:
     unknown = WeightDigest({"model": tensors}, same_after=None, first=5)
     assert unknown.changed_in(8) is None
