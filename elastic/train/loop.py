@@ -863,7 +863,11 @@ class StepLoop:
             return
         loader.stop_workers()
         step = self.current.step
-        if step is not None and (step.optimizer_stepped or self._has_new_gradients(step)):
+        # A forward pass may change the state, too (buffers, counters), even without an update.
+        is_used = step is not None and step.is_last_micro_batch and self._has_trained(step)
+        if step is not None and (
+            step.optimizer_stepped or is_used or self._has_new_gradients(step)
+        ):
             self.commit()
         self.current.drop()
         self.leave_step()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from checkpoints import Root
 from elastic import errors, torch_private
 from elastic.errors import ConfigError, NodeUnfit, TrainingError
-from elastic.groups.faults import FailureHook
+from elastic.groups.faults import FailureHook, causes
 from elastic.groups.group import ProcessGroup, choose_device
 from elastic.groups.pending import refuse_stale_group, uses_stale_group
 from elastic.groups.replica import ModelReplica, ReplicaMeeting, mesh_of, process_group
@@ -268,6 +268,9 @@ class Attempt:
                 return True
         except Exception as failure:
             refuse_stale_group(failure)
+            for each in causes(failure):  # the end of the call is not the cause of this fault
+                if isinstance(each.__context__, CallEnded):
+                    each.__context__ = None
             if not strategy.is_fault(failure):
                 raise
             error = failure

@@ -92,7 +92,7 @@ class WeightDigest:
         before. None: unknown."""
         if self._same_after is None:
             return None
-        are_all_read = len(self._steps) == len(self._parts)
+        are_all_read = self._steps and len(self._steps) == len(self._parts)
         return range(self._steps[0] if are_all_read else self._same_after + 1, step)
 
     def _values(self, piece: _Piece) -> torch.Tensor:

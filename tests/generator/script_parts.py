@@ -262,7 +262,8 @@ MODELS = (
         wrap="model = run.wrap(network, find_unused_parameters=True)",
         step_start="network.has_branch = (epoch + i) % 2 == 0",
         loss=PLAIN_LOSS,
-        excludes=("update:accumulated over batches",),
+        # has_branch is no state: in an evaluation, a replacement has another value.
+        excludes=("update:accumulated over batches", "evaluation"),
     ),
     Part(
         kind="model",

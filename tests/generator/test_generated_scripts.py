@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ from scenarios import (
 )
 from script_parts import BY_LABEL, DEFAULTS, Part, all_parts
 from shrinking import shrunk, smaller
+
+from elastic.testing.small_world.world import Death
 
 SEEDS = range(40)  # with about 50 deaths, one second of processor time each
 SLOW_SEEDS = range(40, 300)
@@ -111,6 +114,48 @@ def test_gradients_that_sharded_models_keep_for_the_next_step_are_state(
     verdict = runner.run(scenario)
     assert not verdict.failed, verdict.describe()
     assert "loss.backward()" in verdict.died_at
+
+
+LAST_STEP_SKIPPED = (
+    *(BY_LABEL[name] for name in ("model:extra state", "loop:next")),
+    BY_LABEL["update:every third step skipped"],
+)
+
+
+def scenario_of(*parts: Part, size: int, rank: int, line: str, execution: int) -> Scenario:
+    """Plain apart from these parts; the others survive."""
+    of_kinds = {**DEFAULTS, **{part.kind: part for part in parts}}
+    return Scenario(
+        seed=0,
+        script=Script(tuple(of_kinds.values())),
+        way=RECOVERED,
+        size=size,
+        rank=rank,
+        line=line,
+        execution=execution,
+    )
+
+
+def test_a_last_step_without_an_update_counts_even_if_its_loop_is_not_exhausted(
+    runner: Runner,
+) -> None:
+    verdict = runner.run(
+        scenario_of(
+            *LAST_STEP_SKIPPED, size=2, rank=0, line="if (epoch + i) % 3 == 2:", execution=12
+        )
+    )
+    assert not verdict.failed, verdict.describe()
+    assert verdict.died_at, "nobody has died"
+
+
+def test_a_death_while_others_meet_after_a_call_that_had_nothing_to_train(runner: Runner) -> None:
+    scenario = scenario_of(
+        *LAST_STEP_SKIPPED, size=3, rank=2, line="for epoch in run.epochs(EPOCHS):", execution=4
+    )
+    later = Death(rank=1, event=2, world=2)  # in the call that follows the recovery
+    verdict = runner.run(replace(scenario, later=(later,)))
+    assert not verdict.failed, verdict.describe()
+    assert verdict.died_at.count(" steps committed") == 2, verdict.died_at
 
 
 # -- the generator itself -------------------------------------------------------------------------

@@ -301,7 +301,14 @@ def test_checkpoints_contain_only_json_and_tensors(tmp_path: Path) -> None:
     state = checkpoints.load(tmp_path, newest.name).state
     last = (STEPS_PER_EPOCH - 1, 0, STEPS_PER_EPOCH - 1)
     assert state["progress"] == vars(
-        Progress(step=STEPS_PER_EPOCH, epoch=1, last=last, passes=1, place="run.epochs")
+        Progress(
+            step=STEPS_PER_EPOCH,
+            commits=STEPS_PER_EPOCH,
+            epoch=1,
+            last=last,
+            passes=1,
+            place="run.epochs",
+        )
     )
     assert set(state["tracked"]["optimizer"]["state"]) == {0, 1, 2, 3}  # integer keys survive
     json.loads((tmp_path / newest.name / "manifest.json").read_text())

@@ -157,5 +157,6 @@ def test_without_a_known_step_a_difference_has_no_date() -> None:
 
 def test_nothing_is_read_without_weights() -> None:
     assert WeightDigest({}, same_after=0, first=0).bits(3) is None
+    assert WeightDigest({}, same_after=0, first=0).changed_in(3) == range(1, 3)
     empty = [torch.zeros(0), torch.eye(2).to_sparse()]
     assert WeightDigest({"model": lambda: empty}, same_after=0, first=0).bits(3) is None
