@@ -202,7 +202,7 @@ class Commits:
             self._digests.compared(number - 1)
         bits = self._digests.bits(number)
         is_boundary = self._current.accumulation.since is None
-        if is_boundary and self._strategies.active.can_roll_back:
+        if is_boundary and self._session.strategy.can_roll_back:
             self._progress.rollback.has_part_changed = self._digests.has_part_changed
         return bits
 
