@@ -194,6 +194,21 @@ def test_ddp_options_are_kept_in_every_world() -> None:
         assert model.find_unused_parameters
 
 
+@pytest.mark.usefixtures("group")
+def test_gradients_that_a_script_keeps_by_reference_are_not_overwritten() -> None:
+    """As in DistributedDataParallel by default; views of buckets are the script's choice."""
+    model = ElasticDDP(nn.Linear(3, 1))
+    model.enter_world()
+    for scale in (1.0, 2.0, 3.0):  # the second pass rebuilds DDP's buckets
+        model.zero_grad()
+        model(torch.full((2, 3), scale)).sum().backward()
+        if scale == 2.0:
+            kept = [p.grad for p in model.parameters()]
+            values = [g.clone() for g in kept if g is not None]
+    assert len(values) == 2
+    assert all(g is not None and torch.equal(g, v) for g, v in zip(kept, values, strict=True))
+
+
 def test_no_reference_to_a_group_remains_after_its_world() -> None:
     """A group left to the garbage collector might be collected in a forked data worker."""
     store = HashStore()
