@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from checkpoints.tensors import is_dtensor
 from elastic import torch_private
 from elastic.errors import TrainingError
 from elastic.hangs.page import COMPUTE, SCRIPT, Phase, phases
 from elastic.torch_private import not_compiled
 from elastic.train.reduction import Reduction
-from elastic.train.sharding import local_value
 
 # ----------------------------------------------------------------------------
 # The script's backward passes: several over one forward pass, and those within others.
@@ -223,8 +223,10 @@ class EarlierGradients:
                 return  # as of a generator, in the pass of its critic
             self._looks += 1
             looks, is_on_host = self._looks, gradients[0].device.type == "cpu"
-            if is_on_host or looks <= _FIRST_LOOKS or looks & (looks - 1) == 0:
-                self.are_added_to = any(bool(local_value(g).any()) for g in gradients)
+            if any(map(is_dtensor, gradients)):
+                self.are_added_to = True  # zeros, too: a rank's shards may be empty, but not all
+            elif is_on_host or looks <= _FIRST_LOOKS or looks & (looks - 1) == 0:
+                self.are_added_to = any(bool(gradient.any()) for gradient in gradients)
         self._is_expected = False
 
 

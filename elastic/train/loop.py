@@ -827,8 +827,10 @@ class StepLoop:
             if self._session.strategy.settles_left_loops:
                 self.current.last_left = self.current.step
                 # If a reduction failed, the next loop settles instead, since it can raise: Python
-                # only prints exceptions raised here, where the loop's generator is closed.
-                if not any(m.reduction.failure for m in self._job.modules.values()):
+                # only prints exceptions raised here, where the loop's generator is closed. So
+                # does the next one if an exception may have left the step before its update.
+                has_failed = any(m.reduction.failure for m in self._job.modules.values())
+                if not has_failed and not self._is_used_only(step):
                     self._settle_left()
 
     def _leave_held(self) -> None:
@@ -863,14 +865,20 @@ class StepLoop:
             return
         loader.stop_workers()
         step = self.current.step
-        # A forward pass may change the state, too (buffers, counters), even without an update.
-        is_used = step is not None and step.is_last_micro_batch and self._has_trained(step)
-        if step is not None and (
-            step.optimizer_stepped or is_used or self._has_new_gradients(step)
-        ):
+        if self._is_used_only(step) or self._has_effect(step):
             self.commit()
         self.current.drop()
         self.leave_step()
+
+    def _has_effect(self, step: Step | None) -> bool:
+        return step is not None and (step.optimizer_stepped or self._has_new_gradients(step))
+
+    def _is_used_only(self, step: Step | None) -> bool:
+        """Whether a forward pass, which may change buffers and counters, is all that the script has
+        done with the step."""
+        if step is None or not step.is_last_micro_batch or self._has_effect(step):
+            return False
+        return self._has_trained(step)
 
     def _has_new_gradients(self, step: Step) -> bool:
         return step.is_last_micro_batch and bool(self._optimizer_watch.accumulating(step))
