@@ -74,6 +74,7 @@ class Probed:
 
     node_id: str
     verdict: Verdict
+    began_s: float  # evidence since then is newer than the verdict
 
 
 class Prober:
@@ -109,11 +110,12 @@ class Prober:
                 self._roster.settle(node_id, Verdict(Liveness.SUSPECT, "no address"), now)
                 continue
             self._in_flight.add(node_id)
-            self._threads.submit(
-                self._probe, node_id, member.liveness_host, member.liveness_port, member.process
-            )
+            host, port, process = member.liveness_host, member.liveness_port, member.process
+            self._threads.submit(self._probe, node_id, host, port, process, now)
 
-    def _probe(self, node_id: str, host: str, port: int, process: ProcessDigest) -> None:
+    def _probe(
+        self, node_id: str, host: str, port: int, process: ProcessDigest, began_s: float
+    ) -> None:
         if proved_gone(process, self._at.status.node.process):
             verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
         else:
@@ -122,7 +124,7 @@ class Prober:
             verdict = probe(
                 host, port, node_id, key=key, timeout_s=timeout_s, tls=self._at.tls, clock=clock
             )
-        self._at.post(Probed(node_id, verdict))
+        self._at.post(Probed(node_id, verdict, began_s))
 
 
 # ----------------------------------------------------------------------------
@@ -405,7 +407,7 @@ class Leadership:
         self._prober.on_probed(probed)
         now, reason = self._at.clock.monotonic(), probed.verdict.reason
         was_dead = self.roster.is_dead(probed.node_id)
-        changed = self.roster.settle(probed.node_id, probed.verdict, now)
+        changed = self.roster.settle(probed.node_id, probed.verdict, now, probed_s=probed.began_s)
         if changed is None:
             return
         name = self._name(probed.node_id)

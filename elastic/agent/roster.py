@@ -66,7 +66,7 @@ class Roster:
         self._connections = connections
         self._known: dict[str, Known] = {}
         self._liveness: dict[str, Liveness] = {}
-        self._unsettled: dict[str, float] = {}  # node_id -> time of the next probe; suspected
+        self._unsettled: dict[str, float] = {}  # node_id -> time of the newest evidence to probe
         self._unreached: set[str] = set()  # nodes that have not been probed yet
         self._missing_since: dict[str, float] = {}
         self._suspect_since: dict[str, float] = {}
@@ -164,13 +164,19 @@ class Roster:
 
     def connection_opened(self, node_id: str, now: float) -> None:
         """It has completed a handshake: newer than any verdict against it."""
-        if self._liveness.get(node_id, Liveness.ALIVE) is not Liveness.ALIVE:
+        is_alive = self._liveness.get(node_id, Liveness.ALIVE) is Liveness.ALIVE
+        if not is_alive or node_id in self._unsettled:
             self._unsettled[node_id] = now
 
-    def settle(self, node_id: str, verdict: Verdict, now: float) -> Liveness | None:
-        """Apply a probe's verdict. Returns the node's state if it has changed."""
+    def settle(
+        self, node_id: str, verdict: Verdict, now: float, *, probed_s: float | None = None
+    ) -> Liveness | None:
+        """Apply the verdict of a probe that began at ``probed_s`` (None: now). Returns the node's
+        state if it has changed."""
         if node_id not in self._liveness and node_id not in self._unsettled:
             return None  # forgotten since it was probed: the new world does not include it
+        if self._is_outdated(node_id, verdict, now if probed_s is None else probed_s):
+            return None
         before = self._liveness.get(node_id, Liveness.ALIVE)
         liveness = self._judge(node_id, verdict, before)
         self._liveness[node_id] = liveness
@@ -185,6 +191,14 @@ class Roster:
             self._connections.answered(node_id)
             self._touch(node_id, now)
         return liveness if liveness is not before or is_first else None
+
+    def _is_outdated(self, node_id: str, verdict: Verdict, probed_s: float) -> bool:
+        """Whether the evidence that made this node suspect is newer than the probe, so that the
+        node must be probed again: it may have answered just before its connection closed, or
+        refused just before it connected. (Silence revokes nothing, and a process that ended does
+        not return.)"""
+        is_answer = verdict.liveness is Liveness.ALIVE or verdict.refused
+        return is_answer and self._unsettled.get(node_id, -math.inf) > probed_s
 
     def _judge(self, node_id: str, verdict: Verdict, before: Liveness) -> Liveness:
         """A refusal proves a death if the lease or the connection is lost, too. Silence after such

@@ -289,19 +289,18 @@ class Succession:
 
     def on_probed(self, probed: LeaderProbed, *, reaches_store: bool = True) -> None:
         """If it is dead, delete its key, so that a successor is elected at once."""
-        if self._entry != probed.entry:
-            return
-        verdict = probed.verdict
-        is_lost = self.connections.is_lost(probed.entry.leader.node_id)
-        is_dead = verdict.liveness is Liveness.DEAD or (verdict.refused and is_lost)
-        if is_dead and reaches_store:
-            evict(self._at.store, self._at.keys, probed.entry)
-            self._set(None)
-            return
+        entry, verdict = self._entry, probed.verdict
+        if entry is None or entry.leader != probed.entry.leader:
+            return  # (``_set`` follows the new one)
         # Silent, or refusing and never connected: its lease decides. In the meantime this
         # node tries to reconnect; likewise if its key cannot be deleted now, because it is then
-        # probed again once the store responds.
+        # probed again once the store responds, or if it has written its key again since.
         self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
+        is_lost = self.connections.is_lost(entry.leader.node_id)
+        is_dead = verdict.liveness is Liveness.DEAD or (verdict.refused and is_lost)
+        if is_dead and reaches_store and entry == probed.entry:
+            evict(self._at.store, self._at.keys, entry)
+            self._set(None)
 
     def resign(self) -> None:
         """End the term and free the key."""

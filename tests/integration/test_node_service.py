@@ -302,6 +302,32 @@ def test_the_leader_is_evicted_before_its_peers_detect_its_death(
     assert {n.follow().node_ids for n in rest} == {tuple(n.id for n in rest)}
 
 
+def test_an_answer_that_arrives_after_the_death_of_its_node_does_not_hide_it(
+    start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new leader's first probe of the former one ends after its connection has closed. The
+    lease does not expire: nothing else would show the death."""
+    nodes = trio(start)
+    former = next(n for n in nodes if n.id == leader_in(server))
+    rest = [n for n in nodes if n is not former]
+    answered, real = threading.Event(), liveness.probe
+
+    def slow(host: str, port: int, node_id: str, **more: Any) -> Verdict:
+        verdict = real(host, port, node_id, **more)
+        if node_id == former.id and not answered.is_set():
+            answered.set()
+            eventually(lambda: any(isinstance(e, NodeSuspected) for n in rest for e in n.events))
+        return verdict
+
+    monkeypatch.setattr("elastic.agent.leader.probe", slow)
+    # (On this machine a process that ended is proof, too; these nodes share one that has not.)
+    former.stop()
+    server.delete(KEYS.leader)
+    assert answered.wait(DEADLINE_S)
+    former.crash()
+    assert {n.follow().node_ids for n in rest} == {tuple(n.id for n in rest)}
+
+
 def test_a_live_member_behind_a_refusing_firewall_is_kept(
     start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

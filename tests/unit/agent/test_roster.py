@@ -121,6 +121,33 @@ def test_silence_proves_no_death() -> None:
     assert leader.answers(SILENT) is Liveness.SUSPECT
 
 
+def test_an_answer_to_a_probe_that_began_before_its_connection_closed_proves_no_life() -> None:
+    """The node has answered, and died before the verdict arrived."""
+    leader = Leader()
+    leader.hangs_up()
+    assert leader.roster.settle(ID, ALIVE, 3.0, probed_s=1.5) is None
+    assert ID in leader.roster.unsettled(), "it is probed again"
+    assert leader.answers(REFUSED) is Liveness.DEAD, "and its lost connection still counts"
+
+
+def test_a_refusal_from_before_a_new_connection_proves_no_death() -> None:
+    leader = Leader()
+    leader.loses_its_lease()
+    leader.connections.opened(ID, False)
+    leader.roster.connection_opened(ID, 2.5)
+    assert leader.roster.settle(ID, REFUSED, 3.0, probed_s=2.2) is None
+    assert ID in leader.roster.unsettled(), "it is probed again"
+    assert leader.answers(ALIVE) is Liveness.ALIVE
+
+
+def test_silence_settles_a_node_whose_connections_come_and_go() -> None:
+    """Each probe may take longer than a connection lasts: decisions would never be made."""
+    leader = Leader()
+    leader.hangs_up()
+    assert leader.roster.settle(ID, SILENT, 3.0, probed_s=1.5) is Liveness.SUSPECT
+    assert not leader.roster.unsettled()
+
+
 def test_silence_does_not_revoke_a_proof() -> None:
     leader = Leader()
     leader.hangs_up()
@@ -143,7 +170,7 @@ def test_a_new_connection_reopens_a_verdict() -> None:
     leader.hangs_up()
     leader.answers(REFUSED)
     leader.connections.opened(ID, False)
-    leader.roster.connection_opened(ID, 4.0)
+    leader.roster.connection_opened(ID, 2.5)
     assert ID in leader.roster.unsettled()
     assert leader.answers(REFUSED) is Liveness.SUSPECT
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from kit.journal import MemoryJournal
@@ -16,6 +17,7 @@ from elastic.agent import succession
 from elastic.agent.liveness import LivenessServer, Verdict
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
 from elastic.agent.succession import LeaderProbed, Succession
+from elastic.errors import StoreUnreachable
 from elastic.membership.records import Keys, Leader, encode
 from elastic.membership.view import Liveness
 from elastic.store.keyvalue import Entry
@@ -88,6 +90,49 @@ def test_a_failed_first_connection_is_retried_while_a_former_leader_is_probed(
     follower.succession.on_probed(probed)
     follower.succession.duties(None, follower.clock.monotonic() + FOLLOW_AGAIN_S)
     assert follower.followed == ["id-n1", "id-n2", "id-n2"]
+    follower.succession.join_threads()
+
+
+def test_a_leader_that_writes_its_key_again_while_it_is_probed_is_followed_again(
+    monkeypatch: pytest.MonkeyPatch, probe_ends: threading.Event
+) -> None:
+    """Its lease had ended, and the watch delivers both changes as one."""
+    follower = Follower(monkeypatch)
+    follower.learns("n1", 5)
+    follower.succession.on_connection_opened("id-n1", True)
+    follower.succession.on_connection_closed("id-n1", True)
+    follower.learns("n1", 7)
+    probe_ends.set()
+    probed = follower.posted.get()
+    assert isinstance(probed, LeaderProbed)
+    refused = Verdict(Liveness.SUSPECT, "refused", refused=True)
+    follower.succession.on_probed(replace(probed, verdict=refused))
+    follower.succession.duties(None, follower.clock.monotonic() + FOLLOW_AGAIN_S)
+    assert follower.followed == ["id-n1", "id-n1"]
+    follower.succession.join_threads()
+
+
+def test_a_leader_whose_eviction_fails_is_probed_again(
+    monkeypatch: pytest.MonkeyPatch, probe_ends: threading.Event
+) -> None:
+    """The store did not respond: nothing else would detect the death before the lease ends."""
+    follower = Follower(monkeypatch)
+    follower.learns("n1", 5)
+    follower.succession.on_connection_opened("id-n1", True)
+    follower.succession.on_connection_closed("id-n1", True)
+    probe_ends.set()
+    probed = follower.posted.get()
+    assert isinstance(probed, LeaderProbed)
+
+    def evict(*args: object) -> bool:
+        raise StoreUnreachable("no answer")
+
+    monkeypatch.setattr(succession, "evict", evict)
+    refused = Verdict(Liveness.SUSPECT, "refused", refused=True)
+    with pytest.raises(StoreUnreachable):
+        follower.succession.on_probed(replace(probed, verdict=refused))
+    follower.succession.duties(None, follower.clock.monotonic() + FOLLOW_AGAIN_S)
+    assert follower.followed == ["id-n1", "id-n1"]
     follower.succession.join_threads()
 
 
