@@ -251,7 +251,10 @@ class NodeStatus:
 
     def change_node(self, change: Callable[[Node], Node]) -> None:
         with self.changed:
-            self.node = change(self.node)
+            node = change(self.node)
+            if (ran := node.running or self.node.running) is not None:
+                node = replace(node, ran_generation=ran.generation)
+            self.node = node
             self.changed.notify_all()
 
     def note_workers_left(self) -> None:

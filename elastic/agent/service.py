@@ -1111,7 +1111,6 @@ class NodeService:
                 failure=failure if failure_exit_code is None else failure or node.failure,
                 failure_exit_code=failure_exit_code,
                 failure_step=self._status.failure_step if failure_exit_code is not None else None,
-                failure_generation=node.last_run if failure_exit_code is not None else None,
                 failure_is_oom_kill=is_oom_kill,
                 failure_kernel_log=node.failure_kernel_log or kernel_log,
             )
@@ -1166,7 +1165,6 @@ class NodeService:
                 failure=None,
                 failure_exit_code=None,
                 failure_step=None,
-                failure_generation=None,
                 failure_is_oom_kill=False,
                 failure_kernel_log=(),
             )

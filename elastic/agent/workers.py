@@ -771,7 +771,6 @@ class WorkerDeaths:
                 failure=failure.text,
                 failure_exit_code=failure.exit_code,
                 failure_step=status.failure_step,
-                failure_generation=n.last_run,
                 failure_is_oom_kill=failure.is_oom_kill,
                 failure_kernel_log=failure.kernel_log,
             ),
@@ -834,7 +833,6 @@ def publish_unkillable(context: NodeContext, failure: str, generation: int) -> N
             arrived_for=generation,
             failure=f"{HANG}{failure}",
             failure_exit_code=HUNG_EXIT_CODE,
-            failure_generation=n.last_run,
         ),
     )
     context.journal.emit(Waiting(reason=f"{status.node.name} waits: {failure}"))
@@ -1046,7 +1044,6 @@ class Workers:
                 failure=None,
                 failure_exit_code=None,
                 failure_step=None,
-                failure_generation=None,
                 failure_is_oom_kill=False,
                 failure_kernel_log=(),
             ),

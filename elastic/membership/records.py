@@ -360,10 +360,10 @@ class Node:
     failure_exit_code: int | None
     joined_at_s: float  # wall clock, for users and for seniority among joining nodes
     failure_step: int | None = None  # steps committed by the worker that failed; None: not known
-    failure_generation: int | None = None  # the world that its workers ran when they failed
     failure_is_oom_kill: bool = False  # the kernel ended it, since its memory limit was reached
     # Lines of the kernel's log since its workers had started, which may explain it.
     failure_kernel_log: tuple[str, ...] = ()
+    ran_generation: int | None = None  # the last that its workers have run, also after they restart
     memory_port: _Port = 0
     tls: bool = False  # its connections to and from other nodes use TLS
     replica_size: _Positive = 1  # ranks that hold the model once
@@ -384,8 +384,8 @@ class Node:
 
     @property
     def last_run(self) -> int | None:
-        """The world that its workers run, or ran when they failed."""
-        return self.running.generation if self.running is not None else self.failure_generation
+        """The world that its workers run or, if they run none, the last one that they ran."""
+        return self.running.generation if self.running is not None else self.ran_generation
 
     def as_member(self) -> Member:
         return derive(Member, self, liveness_host=self.address, process=self.process.digest)

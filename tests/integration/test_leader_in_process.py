@@ -80,7 +80,6 @@ class InProcess(TestNode):
             arrived_for=generation,
             failure=failure,
             failure_exit_code=exit_code,
-            failure_generation=self.status.node.last_run,
         )
 
     def report(self, generation: int, *accused: str) -> None:

@@ -398,7 +398,7 @@ def test_a_failure_counts_in_each_world_that_had_been_entered_before() -> None:
 
     def fails(name: str, ran: int) -> NodeView:
         record = node(name, arrived_for=ran, failure="OSError: stale", exit_code=1)
-        return seen(replace(record, failure_generation=ran))
+        return seen(replace(record, ran_generation=ran))
 
     accounting = FailureAccounting(OPTIONS)
     for v in (

@@ -277,7 +277,7 @@ def test_a_worker_that_announces_its_failure_is_excluded_before_it_has_ended() -
     failed = context.status.node
     assert failed.state is NodeState.ARRIVED and failed.running is None
     assert (failed.failure, failed.failure_exit_code) == ("ValueError: boom", 7)
-    assert (failed.failure_step, failed.failure_generation) == (41, 3)
+    assert (failed.failure_step, failed.ran_generation) == (41, 3)
 
     workers.on_message(worker, Ready())  # nothing that it sends counts any more
     workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, notice))
@@ -315,3 +315,12 @@ def test_a_worker_announces_its_failure_once() -> None:
     worlds.fail("ValueError: boom", 1)
     worlds.close(clean=False, error="ValueError: boom")
     assert sent == [Exiting(clean=False, error="ValueError: boom", step=5, exit_code=1)]
+
+
+def test_a_node_publishes_the_last_world_that_it_ran_whatever_ended_its_workers() -> None:
+    """Also after a restart without a failure: a leader learns from it who has trained on."""
+    status, group = Context().status, world("n1", generation=3)
+    status.change_node(lambda node: replace(node, state=NodeState.STARTING, running=group))
+    status.change_node(lambda node: replace(node, state=NodeState.ARRIVED, running=None))
+    status.change_node(lambda node: replace(node, state=NodeState.STARTING))
+    assert (status.node.running, status.node.last_run) == (None, 3)

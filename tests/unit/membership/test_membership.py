@@ -669,9 +669,10 @@ def test_nodes_that_trained_on_are_not_done_because_one_had_finished_early() -> 
     """Its peers are lost, and the node that joined after its end restarts its workers."""
     early = seen(node("n1", NodeState.FINISHED, running=world("n1", "n2", generation=6)))
     group = world("n3", "n4", mode="in-process")
-    failed = replace(node("n3", failure="boom", exit_code=1), failure_generation=7)
-    v = view(group, early, seen(failed), gone=[missing("n4", proved_dead=True)])
-    assert not isinstance(decide(v, NOW, POLICY), End)
+    for restarts in (node("n3", failure="boom", exit_code=1), node("n3")):
+        out = seen(replace(restarts, ran_generation=7))
+        v = view(group, early, out, gone=[missing("n4", proved_dead=True)])
+        assert not isinstance(decide(v, NOW, POLICY), End)
 
 
 def test_a_finished_node_that_is_gone_does_not_end_the_job_of_others() -> None:
