@@ -14,6 +14,7 @@ from etcd_proxy import CuttingProxy
 from kit.network.emulated import EmulatedMachine, EmulatedNetwork
 from training_job import SCRIPTS, TrainingJob, Workload
 
+from elastic.membership.records import Node, NodeState, decode
 from elastic.testing.ledger import LedgerStep
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
@@ -27,16 +28,21 @@ SILENCE_S = peer_silence_s(LEASE_S)
 
 
 class NetworkJob(TrainingJob):
-    """Three nodes, of which two suffice. etcd is at the host's address of the network."""
+    """Three nodes, of which two suffice. etcd is at the host's address of the network.
 
-    def __init__(self, etcd: str, folder: Path, *, takeover_s: float = 300.0) -> None:
+    ``members``: a world has as many nodes, no fewer and no more; the others are spares.
+    """
+
+    def __init__(
+        self, etcd: str, folder: Path, *, takeover_s: float = 300.0, members: int | None = None
+    ) -> None:
         super().__init__(
             [etcd],
             folder,
             script=SCRIPT,
             workload=WORKLOAD,
-            min_nodes=NODES - 1,
-            max_nodes=NODES,
+            min_nodes=members or NODES - 1,
+            max_nodes=members or NODES,
             conf={"lease_s": LEASE_S, "takeover_s": takeover_s},
         )
         self.network = EmulatedNetwork(NODES)
@@ -92,6 +98,12 @@ class NetworkJob(TrainingJob):
         """Nodes that neither lead nor run rank 0, if any."""
         important = (self.leader(), self.node_of_rank(0))
         return [node for node in self.running if node not in important]
+
+    def ready(self) -> set[str]:
+        """The names of the nodes whose workers are ready for a world, or in one."""
+        entries = self.store.list(self.keys.nodes).entries
+        nodes = (decode(Node, entry.key, entry.value) for entry in entries)
+        return {node.name for node in nodes if node.state is NodeState.READY}
 
     # What must hold ----------------------------------------------------------------------------
 

@@ -76,3 +76,30 @@ def test_workers_of_a_frozen_agent_stop_before_a_takeover(
         assert all(node.running for node in frozen)
         for job in jobs:
             job.assert_finishes_whole(references[job.script])
+
+
+def test_a_leader_frozen_during_a_switch_is_not_replaced_while_its_workers_may_train(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """Its node key and the leader's end together, so that the joining node, which leads then, has
+    never seen in which world those workers still step. They do until the step of the switch."""
+    reference = train_undisturbed(tmp_path / "alone", WORKLOAD)
+    with start(etcd, tmp_path / "job", SESSION) as job:
+        frozen = job.start_node()
+        first = job.wait_training(nodes=1)
+        job.wait_progress(WORKLOAD.save_every + 2)  # past a checkpoint
+        with job.slow_steps():
+            joining = job.start_node()
+            plan = job.wait_generation(first + 1)
+            os.kill(frozen.pid, signal.SIGSTOP)
+        try:
+            assert plan.switch_at_step is not None
+            last = job.wait_training(nodes=1, after_generation=plan.generation)
+            assert job.training_nodes()[1] == {joining.name}
+            job.wait_progress(3)
+            job.ledger().assert_one_world_at_a_time()
+        finally:
+            os.kill(frozen.pid, signal.SIGCONT)
+        job.wait_training(nodes=2, after_generation=last)
+        assert frozen.running
+        job.assert_finishes_whole(reference)

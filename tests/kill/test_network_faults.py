@@ -21,6 +21,7 @@ from training_job import train_undisturbed
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within, measure_slowness
+from elastic.testing.waiting import PATIENCE_S
 
 WHY_NOT = why_unavailable()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -146,6 +147,27 @@ def test_a_leader_partitioned_from_its_peers_hands_over(
     job.network.heal()
     job.wait_all_train(since_s=time.time())
     assert job.running == nodes
+
+
+@pytest.mark.slow
+def test_a_spare_replaces_a_member_that_only_etcd_reaches(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """It renews its lease, and the world needs all of its nodes: nobody can train without the
+    spare."""
+    with NetworkJob(etcd.endpoint, tmp_path, members=NODES - 1) as job:
+        members = job.bring_to(NODES - 1)
+        spare = job.start_node()
+        job.wait_for(lambda: spare.name in job.ready(), PATIENCE_S, "the workers of the spare")
+        leader = job.leader()
+        (silent,) = (node for node in members if node is not leader)
+        began_s = time.time()
+        peers(job, silent)
+        job.wait_trains_without(silent, since_s=began_s)
+        assert is_within(job.longest_pause_s(since_s=began_s), LEFT_OUT_WITHIN_S)
+        assert silent.running, "and its lease is renewed"
+        assert silent.name in job.registered()
+        job.ledger().assert_one_world_at_a_time()
 
 
 @pytest.mark.soak
