@@ -205,7 +205,7 @@ class MemberStatus:
     ended_since_s: tuple[float, ...]  # since when they have, as far as this leader knows
     ended_before_s: tuple[float, ...]  # since when the finished nodes that are not members have
     peers: frozenset[str]  # the members that the finished ones ran with, if still reported
-    went_on: bool  # a remaining member has run a later world than those that finished
+    went_on: bool  # a member has run a later world than those that finished
     absent: tuple[str, ...]  # names of members that finished before they could enter this world
     failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
     alive: frozenset[str]  # ids of all present nodes, members or not
@@ -395,7 +395,7 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         ended_since_s=tuple(ended_since_s),
         ended_before_s=tuple(n.state_since_s for n in ended_nodes if n.node.node_id not in members),
         peers=_peers_of_finished(view),
-        went_on=_has_gone_on(ended_nodes, running + out),
+        went_on=_has_gone_on(view, world),
         absent=tuple(absent),
         failure_reports=_failure_reports(view, world, running),
         alive=frozenset(n.node.node_id for n in view.nodes if n.liveness is not Liveness.DEAD),
@@ -458,11 +458,16 @@ def _is_absent(running: WorldReference | None, world: WorldRecord) -> bool:
     return is_older and world.mode == "restart"
 
 
-def _has_gone_on(finished: list[NodeView], remaining: list[NodeView]) -> bool:
+def _has_gone_on(view: View, world: WorldRecord) -> bool:
     """Whether a member has run a later world than any node that finished: those had ended early,
-    and the job is not over once their peers are lost."""
-    last = max((n.node.running.generation for n in finished if n.node.running), default=math.inf)
-    return any((n.node.last_run or 0) > last for n in remaining)
+    and the job is not over once the members are lost, or leave."""
+    ended = [n.node.running for n in view.nodes if n.node.state is NodeState.FINISHED]
+    ended += [m.running for m in view.missing if m.finished]
+    last = max((group.generation for group in ended if group is not None), default=math.inf)
+    ran = [m.ran_generation for m in world.members]
+    ran += [n.node.last_run for n in view.nodes if n.node.node_id in world.id_set]
+    ran += [m.running.generation for m in view.missing if m.running is not None]
+    return any(generation is not None and generation > last for generation in ran)
 
 
 def _peers_of_finished(view: View) -> frozenset[str]:

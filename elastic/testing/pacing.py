@@ -8,6 +8,7 @@ on an idle machine do not reach.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ LATE_FACTOR = 6
 """The minimum ratio of the duration of a step to that of a step in the first half."""
 SLOW_STEP_S = 2.0
 """The minimum duration of a step while a file :data:`SLOW` exists next to ``hurry``: even on a busy
-machine, all ranks receive an announcement within two steps."""
+machine, all ranks receive an announcement within two steps. ``slow-NODE`` is for one node."""
 SLOW = "slow"
 
 
@@ -31,6 +32,7 @@ def pause_after_step(hurry: Path, step_s: float, done: float) -> None:
     """
     if hurry.exists():
         return
-    least_s = SLOW_STEP_S if hurry.with_name(SLOW).exists() else 0.0
+    slow = (SLOW, f"{SLOW}-{os.environ.get('ELASTIC_NODE_NAME')}")
+    least_s = SLOW_STEP_S if any(hurry.with_name(name).exists() for name in slow) else 0.0
     late_s = 0.0 if done < 0.5 else max(LATE_FACTOR * step_s, LATE_STEP_S)
     time.sleep(max(step_s, least_s, late_s))

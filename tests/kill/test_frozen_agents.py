@@ -88,18 +88,18 @@ def test_a_leader_frozen_during_a_switch_is_not_replaced_while_its_workers_may_t
         frozen = job.start_node()
         first = job.wait_training(nodes=1)
         job.wait_progress(WORKLOAD.save_every + 2)  # past a checkpoint
-        with job.slow_steps():
+        with job.slow_steps(frozen):  # it steps on for longer than its lease lasts
             joining = job.start_node()
             plan = job.wait_generation(first + 1)
             os.kill(frozen.pid, signal.SIGSTOP)
-        try:
-            assert plan.switch_at_step is not None
-            last = job.wait_training(nodes=1, after_generation=plan.generation)
-            assert job.training_nodes()[1] == {joining.name}
-            job.wait_progress(3)
-            job.ledger().assert_one_world_at_a_time()
-        finally:
-            os.kill(frozen.pid, signal.SIGCONT)
+            try:
+                assert plan.switch_at_step is not None
+                last = job.wait_training(nodes=1, after_generation=plan.generation)
+                assert job.training_nodes()[1] == {joining.name}
+                job.wait_progress(3)
+                job.ledger().assert_one_world_at_a_time()
+            finally:
+                os.kill(frozen.pid, signal.SIGCONT)
         job.wait_training(nodes=2, after_generation=last)
         assert frozen.running
         job.assert_finishes_whole(reference)

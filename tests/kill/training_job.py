@@ -118,10 +118,10 @@ class TrainingJob(LocalCluster):
         return (self.folder / "hurry").exists() or bool(self.ledger().ends)
 
     @contextmanager
-    def slow_steps(self) -> Iterator[None]:
+    def slow_steps(self, node: LocalNode | None = None) -> Iterator[None]:
         """Steps so long that the announcement of a planned world is in time, however busy the
-        machine is."""
-        slow = self.folder / SLOW
+        machine is; of one node, or of all."""
+        slow = self.folder / (SLOW if node is None else f"{SLOW}-{node.name}")
         slow.touch()
         try:
             yield

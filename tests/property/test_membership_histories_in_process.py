@@ -160,9 +160,22 @@ class InProcessHistories(RuleBasedStateMachine):
                 self.write(decision)
         elif isinstance(decision, End) and is_current:
             assert decision.outcome is Outcome.SUCCESS
-            stepping = {m.record.state for m in self.members if m.steps}
-            assert stepping <= {NodeState.FINISHED, NodeState.LEAVING} or not is_fresh
+            assert not is_fresh or self.may_end(), "ends although the job goes on"
             self.ended = decision
+
+    def may_end(self) -> bool:
+        """The workers that still run have finished, or were in a group of which others have: they
+        leave, or are as good as dead to a leader that sees no key of them."""
+        finished = NodeState.FINISHED
+        groups = [m.record.running for m in self.machines.values() if m.record.state is finished]
+        last = max(group.generation for group in groups if group is not None)
+        return all(
+            m.record.state in (finished, NodeState.LEAVING) or not m.has_key
+            for m in self.members
+            if m.steps
+        ) and all(
+            m.record.running is None or m.record.running.generation <= last for m in self.members
+        )
 
     def check(self, proposal: Proposal, view: View, is_fresh: bool) -> None:
         present = {n.node.node_id: n for n in view.nodes}

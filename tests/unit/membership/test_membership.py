@@ -675,6 +675,26 @@ def test_nodes_that_trained_on_are_not_done_because_one_had_finished_early() -> 
         assert not isinstance(decide(v, NOW, POLICY), End)
 
 
+@pytest.mark.parametrize("mode", ["restart", "in-process"])
+def test_the_loss_or_preemption_of_nodes_that_trained_on_is_no_success(mode: str) -> None:
+    """n1 had finished early, and is there to see it: the job is interrupted, and can continue."""
+    early = seen(node("n1", NodeState.FINISHED, running=world("n1", "n2", generation=6)))
+    group = world("n2", mode=mode, limits=(1, 4))
+    leaves = seen(node("n2", NodeState.LEAVING, running=group, in_process=True))
+    died = dead(seen(node("n2", NodeState.READY, running=group, in_process=True)))
+    silent = replace(missing("n2"), running=group)
+    unseen = replace(missing("n2"), is_known=False)
+    for v in (
+        view(group, early, leaves),
+        view(group, early, died),
+        view(group, early, gone=[silent]),
+        view(ran(group, 7), early, gone=[unseen]),
+    ):
+        assert not isinstance(decide(v, NOW, POLICY), End)
+    finished = seen(node("n2", NodeState.FINISHED, running=group))
+    assert isinstance(decide(view(group, early, finished), NOW, POLICY), End)
+
+
 def test_a_finished_node_that_is_gone_does_not_end_the_job_of_others() -> None:
     """Its record remains in the store: they were interrupted, and return."""
     group = world("n1", "n2")
