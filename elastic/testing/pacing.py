@@ -18,7 +18,9 @@ LATE_FACTOR = 6
 """The minimum ratio of the duration of a step to that of a step in the first half."""
 SLOW_STEP_S = 2.0
 """The minimum duration of a step while a file :data:`SLOW` exists next to ``hurry``: even on a busy
-machine, all ranks receive an announcement within two steps. ``slow-NODE`` is for one node."""
+machine, all ranks receive an announcement within two steps."""
+SLOW_NODE_STEP_S = 3.0
+"""The same while a file ``slow-NODE`` exists, on that node only."""
 SLOW = "slow"
 
 
@@ -32,7 +34,8 @@ def pause_after_step(hurry: Path, step_s: float, done: float) -> None:
     """
     if hurry.exists():
         return
-    slow = (SLOW, f"{SLOW}-{os.environ.get('ELASTIC_NODE_NAME')}")
-    least_s = SLOW_STEP_S if any(hurry.with_name(name).exists() for name in slow) else 0.0
+    least_s = SLOW_STEP_S if hurry.with_name(SLOW).exists() else 0.0
+    if hurry.with_name(f"{SLOW}-{os.environ.get('ELASTIC_NODE_NAME')}").exists():
+        least_s = SLOW_NODE_STEP_S
     late_s = 0.0 if done < 0.5 else max(LATE_FACTOR * step_s, LATE_STEP_S)
     time.sleep(max(step_s, least_s, late_s))
