@@ -461,13 +461,26 @@ def _is_absent(running: WorldReference | None, world: WorldRecord) -> bool:
 def _has_gone_on(view: View, world: WorldRecord) -> bool:
     """Whether a member has run a later world than any node that finished: those had ended early,
     and the job is not over once the members are lost, or leave."""
-    ended = [n.node.running for n in view.nodes if n.node.state is NodeState.FINISHED]
-    ended += [m.running for m in view.missing if m.finished]
-    last = max((group.generation for group in ended if group is not None), default=math.inf)
-    ran = [m.ran_generation for m in world.members]
-    ran += [n.node.last_run for n in view.nodes if n.node.node_id in world.id_set]
-    ran += [m.running.generation for m in view.missing if m.running is not None]
-    return any(generation is not None and generation > last for generation in ran)
+    nodes = {n.node.node_id: n.node for n in view.nodes}
+    missing = {m.member.node_id: m for m in view.missing}
+    ended = {i: node.running for i, node in nodes.items() if node.state is NodeState.FINISHED}
+    ended |= {i: m.running for i, m in missing.items() if m.finished}
+    last = max((group.generation for group in ended.values() if group is not None), default=None)
+    if last is None:
+        return False
+    # No member has entered a world without those that finished before.
+    is_entered = world.id_set.isdisjoint(ended)
+    for member in world.members:
+        m = missing.get(member.node_id)
+        if member.node_id in nodes:
+            ran = nodes[member.node_id].last_run
+        elif m is not None and m.is_known:
+            ran = m.running.generation if m.running is not None else None
+        else:
+            ran = world.generation if is_entered else None
+        if max(ran or 0, member.ran_generation or 0) > last:
+            return True
+    return False
 
 
 def _peers_of_finished(view: View) -> frozenset[str]:

@@ -688,11 +688,15 @@ def test_the_loss_or_preemption_of_nodes_that_trained_on_is_no_success(mode: str
         view(group, early, leaves),
         view(group, early, died),
         view(group, early, gone=[silent]),
-        view(ran(group, 7), early, gone=[unseen]),
+        view(group, early, gone=[unseen]),
+        view(ran(replace(group, generation=8), 7), early, gone=[replace(unseen, is_known=True)]),
     ):
         assert not isinstance(decide(v, NOW, POLICY), End)
     finished = seen(node("n2", NodeState.FINISHED, running=group))
     assert isinstance(decide(view(group, early, finished), NOW, POLICY), End)
+    plan = world("n1", "n3", mode="in-process", switch_at_step=50)
+    cancelled = view(plan, early, gone=[replace(missing("n3"), is_known=False)])
+    assert isinstance(decide(cancelled, NOW, POLICY), End), "n1 had finished before the switch"
 
 
 def test_a_finished_node_that_is_gone_does_not_end_the_job_of_others() -> None:
