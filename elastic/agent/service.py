@@ -802,8 +802,9 @@ class NodeLoop:
 
     def _lead(self) -> None:
         term = self.succession.term
-        if term is not None and term is not self._end_read_in:
-            read_end(self._at)
+        if term is not self._end_read_in:
+            if term is not None:
+                read_end(self._at)
             self._end_read_in = term
         if term is None or self._at.status.done is not None:
             return

@@ -6,22 +6,27 @@ with it.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import psutil
 import pytest
 from etcd_certificates import Authority
 from kit.memory_store import MemoryServer, MemoryStore
 
 from elastic.agent import liveness, service
 from elastic.agent import succession as election
+from elastic.agent.accounting import REMEMBERED
 from elastic.agent.identity import OomKillCounter, current_process
 from elastic.agent.kernel_log import KernelLog
 from elastic.agent.liveness import Verdict
@@ -36,6 +41,7 @@ from elastic.errors import (
     StoreFull,
     StoreUnreachable,
 )
+from elastic.membership.budget import FlapTracker
 from elastic.membership.records import (
     Done,
     Keys,
@@ -980,3 +986,84 @@ def test_random_crashes_and_joins_never_form_two_worlds(
         for world in worlds:
             by_generation.setdefault(world.generation, set()).add(world.nonce)
     assert all(len(nonces) == 1 for nonces in by_generation.values())
+
+
+# ── a long life ──────────────────────────────────────────────────────────────────────────────
+
+
+def objects_of(nodes: Iterable[TestNode]) -> int:
+    """How many objects these nodes' services refer to, with each item of each container.
+
+    Without the test's own: the store and the events. And without what is kept of lost nodes for
+    some minutes: heartbeats, and when they were lost.
+    """
+    passed = (type, ModuleType, FunctionType, FrameType, threading.Thread)
+    passed += (MemoryServer, Recorder, liveness.Heartbeats, FlapTracker)
+    found: dict[int, object] = {}
+    left: list[object] = [node.service for node in nodes]
+    while left:
+        thing = left.pop()
+        if id(thing) not in found and not isinstance(thing, passed):
+            found[id(thing)] = thing
+            # (A few worlds are kept, with up to REMEMBERED breakages each: those count as one.)
+            left += [] if isinstance(thing, WorldRecord) else gc.get_referents(thing)
+            if isinstance(thing, MethodType):
+                left.append(thing.__self__)
+    return len(found)
+
+
+def counted(nodes: Iterable[TestNode], server: MemoryServer) -> dict[str, int]:
+    return {
+        "objects": objects_of(nodes),
+        "keys": len(server.entries),
+        "leases": len(server.leases),
+        "watches": len(server.watches),
+        "threads": threading.active_count(),
+        "descriptors": psutil.Process().num_fds(),
+    }
+
+
+@pytest.mark.parametrize(
+    "cycles",
+    [16, pytest.param(2500, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])],
+    ids=["short", "long"],
+)
+def test_nodes_generations_and_terms_leave_nothing_behind(
+    start: Callable[..., TestNode], server: MemoryServer, cycles: int
+) -> None:
+    """Two members stay. Others join, and leave gracefully or die: two generations each time."""
+    a, b = start(options=HASTY).arrive(), start(options=HASTY).arrive()
+    a.enter(), b.enter()
+
+    def live(count: int, *, elects: bool) -> None:
+        for cycle in range(count):
+            c = TestNode(server, options=HASTY).arrive()
+            try:
+                assert {n.nonce for n in (a.follow(), b.follow(), c.enter())} == {nonce()}
+                c.service.leave("SIGTERM") if cycle % 2 else c.die()
+                assert {n.nonce for n in (a.follow(), b.follow())} == {nonce()}
+            finally:
+                c.service.close()
+            if elects:
+                server.delete(KEYS.leader)
+                eventually(lambda: leader_in(server) in (a.id, b.id))
+
+    def nonce() -> str:
+        return world_in(server).nonce
+
+    live(REMEMBERED, elects=False)
+    live(2, elects=True)
+    # Less than one for each node that comes. A node's record is 60 objects; a few worlds and times
+    # are kept, not equally many at each moment.
+    most = {what: count + cycles // 2 for what, count in counted((a, b), server).items()}
+    most["objects"] += 200
+
+    def too_many() -> dict[str, int]:
+        counts = counted((a, b), server)
+        return {what: count for what, count in counts.items() if count > most[what]}
+
+    for elects in (True, False):  # many terms, then a long one
+        live(cycles, elects=elects)
+        with contextlib.suppress(AssertionError):
+            eventually(lambda: not too_many())
+        assert not too_many(), most

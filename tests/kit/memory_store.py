@@ -6,6 +6,7 @@ expire with time: a test ends them (:meth:`MemoryServer.expire`).
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from elastic.store.keyvalue import (
     Watch,
     WatchEvent,
 )
+
+_HISTORY = 1000  # changes that are kept although every watch has read them
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class MemoryServer:
         self.revision = 1  # as in etcd, where the first write gets 2
         self.compacted = 0
         self.entries: dict[str, Entry] = {}
-        self.history: list[_Change] = []
+        self.history: list[_Change] = []  # changes that some watch has not read, and a few more
+        self.watches: set[MemoryWatch] = set()
         self.leases: set[int] = set()
         self._granted = 0
 
@@ -102,6 +106,7 @@ class MemoryServer:
             entry = Entry(key, value, self.revision, lease_id)
             self.entries[key] = entry
             self.history.append(_Change(key, self.revision, Put(entry)))
+            self._trim()
             self.changed.notify_all()
             return self.revision
 
@@ -119,6 +124,12 @@ class MemoryServer:
     def _require_space(self, what: str) -> None:
         if self.full:
             raise StoreFull(f"{what}: the memory store is full", hint="free it")
+
+    def _trim(self) -> None:
+        """Drop what every watch has read."""
+        if len(self.history) > _HISTORY:
+            read = min((watch.revision for watch in self.watches), default=self.revision)
+            self.history = [change for change in self.history if change.revision > read]
 
     def _delete(self, keys: Sequence[str]) -> bool:
         if keys:
@@ -185,6 +196,7 @@ class MemoryStore:
         with self.server.changed:
             self._check("grant a lease")
             lease = MemoryLease(self.server, ttl_s, on_lost)
+        self._leases = [held for held in self._leases if not held.closed]
         self._leases.append(lease)
         return lease
 
@@ -194,6 +206,7 @@ class MemoryStore:
         if self._closed:
             raise CoordinationError(f"watch {', '.join(prefixes)}: the store is closed")
         watch = MemoryWatch(self.server, prefixes, callback, name)
+        self._watches = [w for w in self._watches if w in self.server.watches]
         self._watches.append(watch)
         return watch
 
@@ -228,7 +241,7 @@ class MemoryLease:
         self._id = server.grant()
         self._ttl_s = ttl_s
         self._renewed_s = SYSTEM_CLOCK.boottime()
-        self._closed = False
+        self.closed = False
         self._lost = False
         self._thread = threading.Thread(
             target=self._keep, name=f"elastic-lease-{self._id:x}", daemon=True
@@ -257,7 +270,7 @@ class MemoryLease:
 
     def close(self, *, revoke: bool = True) -> None:
         with self._server.changed:
-            self._closed = True
+            self.closed = True
             self._server.changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -268,8 +281,8 @@ class MemoryLease:
 
     def _keep(self) -> None:
         with self._server.changed:
-            self._server.changed.wait_for(lambda: self._closed or self._is_gone())
-            if self._closed:
+            self._server.changed.wait_for(lambda: self.closed or self._is_gone())
+            if self.closed:
                 return
             self._lost = True
         if self._on_lost is not None:
@@ -293,16 +306,19 @@ class MemoryWatch:
         self._prefixes = tuple(prefixes)
         self._callback = callback
         self._epoch: int | None = None  # None: not read yet
-        self._revision = 0
+        self.revision = 0  # read so far
         self._cuts = server.cuts
         self._connected = True
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"elastic-watch-{name}", daemon=True)
+        with server.changed:
+            server.watches.add(self)
         self._thread.start()
 
     def close(self) -> None:
         with self._server.changed:
             self._closed = True
+            self._server.watches.discard(self)
             self._server.changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -334,19 +350,17 @@ class MemoryWatch:
             return self._start_over("started")
         if self._epoch != server.epoch:
             return self._start_over("wiped")
-        if not self._connected and self._revision < server.compacted:
+        if not self._connected and self.revision < server.compacted:
             return self._start_over("compacted")
         resumed: list[WatchEvent] = [] if self._connected else [Reconnected()]
         self._connected = True
-        since, self._revision = self._revision, server.revision
-        return resumed + [
-            change.event
-            for change in server.history
-            if change.revision > since and change.key.startswith(self._prefixes)
-        ]
+        since, self.revision = self.revision, server.revision
+        unread = itertools.takewhile(lambda c: c.revision > since, reversed(server.history))
+        new = [c.event for c in unread if c.key.startswith(self._prefixes)]
+        return resumed + new[::-1]
 
     def _start_over(self, reason: str) -> list[WatchEvent]:
         self._epoch, self._connected = self._server.epoch, True
         snapshot = self._server.snapshot(self._prefixes)
-        self._revision = snapshot.revision
+        self.revision = snapshot.revision
         return [Reset(snapshot, reason)]
