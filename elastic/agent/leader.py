@@ -575,4 +575,7 @@ class Leadership:
         ended = self.writer.end(outcome, reason, exit_code, entry)
         if ended is not None:
             self._delete_finished()
+            # The job's other keys are those that a node needs to learn of its end, or on leases.
+            for key in (self._at.keys.replicas, self._at.keys.hang_verdict):
+                self._at.store.delete(key)
         return ended

@@ -49,6 +49,7 @@ from elastic.membership.records import (
     Node,
     NodeState,
     Outcome,
+    ReplicaSeats,
     WorldRecord,
     decode,
     encode,
@@ -592,6 +593,19 @@ def test_finish_waits_for_live_nodes_only(start: Callable[..., TestNode]) -> Non
     for thread in threads:
         thread.join(DEADLINE_S)
     assert [done.outcome for done in ended if done] == [Outcome.SUCCESS] * 2
+
+
+def test_a_job_that_has_ended_leaves_its_outcome_and_nothing_else(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    nodes = trio(start)
+    server.put(KEYS.replicas, encode(ReplicaSeats(replicas=())), 0)
+    for node in nodes:
+        node.service.finished()
+    eventually(lambda: MemoryStore(server).get(KEYS.done))
+    for node in nodes:
+        node.service.close()
+    assert server.entries.keys() == {KEYS.world, KEYS.done, KEYS.secret}
 
 
 def test_a_new_leader_unaware_of_the_end_of_the_job_evicts_no_node(
