@@ -24,7 +24,7 @@ import pytest
 from etcd_certificates import Authority
 from kit.memory_store import MemoryServer, MemoryStore
 
-from elastic.agent import liveness, service
+from elastic.agent import liveness, roster, service
 from elastic.agent import succession as election
 from elastic.agent.accounting import REMEMBERED
 from elastic.agent.identity import OomKillCounter, current_process
@@ -55,7 +55,7 @@ from elastic.membership.records import (
     encode,
 )
 from elastic.membership.view import Liveness, Policy
-from elastic.store.keyvalue import Put, WatchEvent
+from elastic.store.keyvalue import Entry, Put, WatchEvent
 from elastic.telemetry.events import (
     Event,
     FailureJudged,
@@ -333,6 +333,37 @@ def test_an_answer_that_arrives_after_the_death_of_its_node_does_not_hide_it(
     assert answered.wait(DEADLINE_S)
     former.crash()
     assert {n.follow().node_ids for n in rest} == {tuple(n.id for n in rest)}
+
+
+def test_a_leader_decodes_records_of_nodes_on_the_thread_of_its_watch(
+    start: Callable[..., TestNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand take seconds, in which its own thread must renew the permission to train."""
+    threads: set[str] = set()
+    read = roster.read
+
+    def noted(keys: Keys, entry: Entry) -> roster.NodeRecord | RecordError:
+        threads.add(threading.current_thread().name)
+        return read(keys, entry)
+
+    monkeypatch.setattr(roster, "read", noted)
+    trio(start)
+    assert threads == {"elastic-watch-elastic-watch-nodes"}
+
+
+def test_a_new_leader_waits_briefly_for_a_member_that_answers_and_has_no_key(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    """It may be about to register, or it cannot reach the store: it answers for as long as that."""
+    nodes = trio(start)
+    former = next(n for n in nodes if n.id == leader_in(server))
+    cut_off, other = (n for n in nodes if n is not former)
+    cut_off.stop()
+    server.expire(cut_off.lease_id())
+    former.die()
+    joining = start().arrive()
+    expected = (other.id, joining.id)
+    assert (other.follow().node_ids, joining.enter().node_ids) == (expected, expected)
 
 
 def test_a_live_member_behind_a_refusing_firewall_is_kept(

@@ -180,7 +180,9 @@ class InProcessHistories(RuleBasedStateMachine):
     def check(self, proposal: Proposal, view: View, is_fresh: bool) -> None:
         present = {n.node.node_id: n for n in view.nodes}
         chosen = [n.node_id for n in proposal.nodes]
-        assert all(present[i].liveness is not Liveness.DEAD for i in chosen), "a dead node is chosen"
+        assert all(present[i].liveness is not Liveness.DEAD for i in chosen), (
+            "a dead node is chosen"
+        )
         before = view.world
         if any(present[i].liveness is Liveness.SUSPECT for i in chosen):
             # Its workers train, and its lease is renewed: it learns of the plan through the store.
