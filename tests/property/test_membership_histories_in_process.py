@@ -180,13 +180,11 @@ class InProcessHistories(RuleBasedStateMachine):
     def check(self, proposal: Proposal, view: View, is_fresh: bool) -> None:
         present = {n.node.node_id: n for n in view.nodes}
         chosen = [n.node_id for n in proposal.nodes]
-        assert all(present[i].liveness is not Liveness.DEAD for i in chosen), (
-            "a dead node is chosen"
-        )
+        liveness = {i: present[i].liveness for i in chosen}
+        assert Liveness.DEAD not in liveness.values(), "a dead node is chosen"
         before = view.world
-        if any(present[i].liveness is Liveness.SUSPECT for i in chosen):
+        if silent := {i for i in chosen if liveness[i] is Liveness.SUSPECT}:
             # Its workers train, and its lease is renewed: it learns of the plan through the store.
-            silent = {i for i in chosen if present[i].liveness is Liveness.SUSPECT}
             assert proposal.planned, "a world is built with a silent node"
             assert before is not None and silent <= before.id_set, "a silent node joins"
         assert proposal.generation > (before.generation if before else 0)
