@@ -220,10 +220,11 @@ def _may_wait(v: View, now: float, policy: Policy) -> bool:
     if status is None or not survivors or status.world.state is WorldState.PAUSED:
         per_replica = reference.nodes_per_replica
         reached = [n for n in (*survivors, *waiting) if n.liveness is Liveness.ALIVE]
-        if survivors and v.world is not None:
-            reached += [n for n in v.nodes if n.node.state is NodeState.FINISHED]
         whole = len(reached) - len(reached) % per_replica
-        few = whole < max(1, reference.min_nodes)
+        few = per_replica > 1 and not whole  # a node that has finished completes no replica
+        if survivors and v.world is not None:
+            whole += sum(n.node.state is NodeState.FINISHED for n in v.nodes)
+        few |= whole < max(1, reference.min_nodes)
         return few or (in_process and per_replica > 1)  # the replicas may not have met
     if not status.changed and _is_to_grow(status, waiting, reference.max_nodes):
         return False

@@ -165,12 +165,14 @@ class InProcessHistories(RuleBasedStateMachine):
 
     def may_end(self) -> bool:
         """The workers that still run have finished, or were in a group of which others have: they
-        leave, or are as good as dead to a leader that sees no key of them."""
-        finished = NodeState.FINISHED
+        leave, or are as good as dead to a leader that sees no key of them, or no answer."""
+        finished, limit_s = NodeState.FINISHED, self.policy.cut_off_s
         groups = [m.record.running for m in self.machines.values() if m.record.state is finished]
         last = max(group.generation for group in groups if group is not None)
         return all(
-            m.record.state in (finished, NodeState.LEAVING) or not m.has_key
+            m.record.state in (finished, NodeState.LEAVING)
+            or not m.has_key
+            or self.now >= (self.silent_since_s(m) or math.inf) + limit_s
             for m in self.members
             if m.steps
         ) and all(
