@@ -1042,7 +1042,7 @@ def objects_of(nodes: Iterable[TestNode]) -> int:
     Without the test's own: the store and the events. And without what is kept of lost nodes for
     some minutes: heartbeats, and when they were lost.
     """
-    passed = (type, ModuleType, FunctionType, FrameType, threading.Thread)
+    passed: tuple[type, ...] = (type, ModuleType, FunctionType, FrameType, threading.Thread)
     passed += (MemoryServer, Recorder, liveness.Heartbeats, FlapTracker)
     found: dict[int, object] = {}
     left: list[object] = [node.service for node in nodes]
