@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -1037,13 +1038,14 @@ def test_random_crashes_and_joins_never_form_two_worlds(
 
 
 def objects_of(nodes: Iterable[TestNode]) -> int:
-    """How many objects these nodes' services refer to, with each item of each container.
+    """How many objects these nodes' services refer to, with each item of each container. (Numbers
+    and texts count as items only: equal ones may be one object or several.)
 
     Without the test's own: the store and the events. And without what is kept of lost nodes for
     some minutes: heartbeats, and when they were lost.
     """
     passed: tuple[type, ...] = (type, ModuleType, FunctionType, FrameType, threading.Thread)
-    passed += (MemoryServer, Recorder, liveness.Heartbeats, FlapTracker)
+    passed += (int, float, str, bytes, MemoryServer, Recorder, liveness.Heartbeats, FlapTracker)
     found: dict[int, object] = {}
     left: list[object] = [node.service for node in nodes]
     while left:
@@ -1054,7 +1056,8 @@ def objects_of(nodes: Iterable[TestNode]) -> int:
             left += [] if isinstance(thing, WorldRecord) else gc.get_referents(thing)
             if isinstance(thing, MethodType):
                 left.append(thing.__self__)
-    return len(found)
+    containers = (dict, list, tuple, set, frozenset, deque)
+    return len(found) + sum(len(c) for c in found.values() if isinstance(c, containers))
 
 
 def counted(nodes: Iterable[TestNode], server: MemoryServer) -> dict[str, int]:
