@@ -56,6 +56,8 @@ or is removed. Readers ignore unknown fields.
   Lines are not synced to the disk: they survive the end of the process, but not of the machine.
 - A process uses at most `ELASTIC_JOURNAL_MIB` (default {DEFAULT_MIB}), in eight files
   (`<node>-<pid>.N.jsonl` are older). Beyond that it removes its oldest file except the first.
+  Each start of a process adds a file, and none is removed: a report needs those of the whole run.
+  Under a run id that lives for months, `find FOLDER -mtime +30 -delete` bounds them.
 - A full or broken disk costs events (a gap in `seq`, one warning), never a step.
 - Texts are ASCII with JSON's escapes, shortened to 16,384 characters each. Exceptions and host
   names may contain any characters: escape them before you show them, as `elastic events` does.

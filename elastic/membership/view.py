@@ -444,11 +444,18 @@ def silent_until_s(n: NodeView, view: View, status: MemberStatus, policy: Policy
     since_s = n.suspect_since_s
     if since_s is None:
         since_s = max(n.state_since_s, view.world_since_s)
-    if not (status.changed or status.world.state is WorldState.PAUSED):
+    if not (status.changed or status.world.state is WorldState.PAUSED) or _would_end(status):
         return since_s + policy.takeover_s  # its workers may train without being reached
     # Neither its agent nor its workers respond: two independent signs of a partition.
     is_cut_off = n.node.node_id in accused(status)
     return since_s + (policy.cut_off_s if is_cut_off else policy.suspect_s)
+
+
+def _would_end(status: MemberStatus) -> bool:
+    """Whether the job would be over without its silent members: that is never revoked."""
+    remaining = (*status.running, *status.out)
+    is_ending = bool(status.finished or status.ended)
+    return is_ending and all(n.liveness is Liveness.SUSPECT for n in remaining)
 
 
 def _is_absent(running: WorldReference | None, world: WorldRecord) -> bool:

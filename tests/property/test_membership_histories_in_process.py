@@ -166,7 +166,7 @@ class InProcessHistories(RuleBasedStateMachine):
     def may_end(self) -> bool:
         """The workers that still run have finished, or were in a group of which others have: they
         leave, or are as good as dead to a leader that sees no key of them, or no answer."""
-        finished, limit_s = NodeState.FINISHED, self.policy.cut_off_s
+        finished, limit_s = NodeState.FINISHED, self.policy.takeover_s
         groups = [m.record.running for m in self.machines.values() if m.record.state is finished]
         last = max(group.generation for group in groups if group is not None)
         return all(

@@ -365,6 +365,16 @@ def test_a_finished_job_does_not_wait_indefinitely_for_a_silent_member() -> None
     assert isinstance(end, End) and end.outcome is Outcome.SUCCESS
 
 
+def test_the_end_of_a_broken_world_waits_for_a_silent_member_for_takeover_s() -> None:
+    """Its workers may be in their last steps; without a survivor nobody else waits for it."""
+    group = world("n1", "n2", "n3")
+    finished = seen(node("n3", NodeState.FINISHED, running=group))
+    silent = suspect(seen(node("n2", NodeState.STARTING, running=group)))
+    v = view(group, silent, finished, gone=[missing("n1", proved_dead=True)])
+    assert wait(v, now=NOW + POLICY.takeover_s - 1).until_s == NOW + POLICY.takeover_s
+    assert isinstance(decide(v, NOW + POLICY.takeover_s, POLICY), End)
+
+
 def test_a_leaving_or_finished_suspect_does_not_delay_a_change() -> None:
     leaves = suspect(in_state("n3", NodeState.LEAVING))
     assert named(proposal(view(world("n1", "n2", "n3"), runs("n1"), runs("n2"), leaves))) == [
