@@ -43,6 +43,7 @@ from elastic.errors import (
     StoreUnreachable,
 )
 from elastic.membership.budget import FlapTracker
+from elastic.membership.progress import JobProgress
 from elastic.membership.records import (
     Done,
     Keys,
@@ -1045,7 +1046,17 @@ def objects_of(nodes: Iterable[TestNode]) -> int:
     some minutes: heartbeats, and when they were lost.
     """
     passed: tuple[type, ...] = (type, ModuleType, FunctionType, FrameType, threading.Thread)
-    passed += (int, float, str, bytes, MemoryServer, Recorder, liveness.Heartbeats, FlapTracker)
+    passed += (
+        int,
+        float,
+        str,
+        bytes,
+        MemoryServer,
+        Recorder,
+        liveness.Heartbeats,
+        JobProgress,
+        FlapTracker,
+    )
     found: dict[int, object] = {}
     left: list[object] = [node.service for node in nodes]
     while left:
