@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from checkpoints.errors import CheckpointNotFound, CorruptCheckpoint, LoadError
 from checkpoints.manifest import (
@@ -16,6 +16,7 @@ from checkpoints.manifest import (
     SharedMetadata,
     TensorEntry,
     WriterEntry,
+    check_content,
     parse_manifest,
     parse_part,
 )
@@ -35,7 +36,7 @@ from checkpoints.storage import (
     sync_folder,
     write_durably,
 )
-from checkpoints.tensors import Region
+from checkpoints.tensors import Region, TensorSpec
 from checkpoints.tree import Node
 
 # ----------------------------------------------------------------------------
@@ -145,20 +146,23 @@ def is_committed(storage: Storage, name: CheckpointName) -> bool:
     return True
 
 
-def commit(storage: Storage, name: CheckpointName, world_size: int) -> Manifest | None:
+def commit(
+    storage: Storage, name: CheckpointName, world_size: int, own: Part | None = None
+) -> Manifest | None:
     """Commit an attempt of ``world_size`` writers. Returns its manifest once the commit is durable;
-    None if another committer was faster.
+    None if another committer was faster. ``own``: the part that this writer has just written, which
+    need not be read.
 
     Raises :class:`IncompleteAttempt` if parts are missing or inconsistent, ``OSError`` if the
     storage fails.
     """
     manifest = None
     try:
-        manifest = merge_parts(read_parts(storage, name, world_size))
+        manifest = merge_parts(read_parts(storage, name, world_size, own))
         data = manifest.to_bytes()
         try:
             check_document_size(len(data), MANIFEST)
-            parse_manifest(data, MANIFEST)  # never commit what a loader would reject
+            check_content(manifest, MANIFEST)  # never commit what a loader would reject
         except LoadError as error:
             raise IncompleteAttempt(
                 f"the parts do not form a valid checkpoint: {error.message}"
@@ -176,12 +180,19 @@ def commit(storage: Storage, name: CheckpointName, world_size: int) -> Manifest 
     return manifest
 
 
-def read_parts(storage: Storage, name: CheckpointName, world_size: int) -> list[Part]:
+def read_parts(
+    storage: Storage, name: CheckpointName, world_size: int, own: Part | None = None
+) -> list[Part]:
     """All parts of an attempt, by rank. Raises :class:`IncompleteAttempt` if one is missing."""
     files = storage.list(name.attempt)
     check_no_writer_failed(files)
     check_all_parts(files, world_size)
-    return [read_part(storage, name, rank, world_size) for rank in range(world_size)]
+    return [
+        own
+        if own is not None and own.writer.rank == rank
+        else read_part(storage, name, rank, world_size)
+        for rank in range(world_size)
+    ]
 
 
 def is_waiting(files: Collection[str], world_size: int) -> bool:
@@ -242,11 +253,11 @@ def merge_parts(parts: Sequence[Part]) -> Manifest:
     first = parts[0]
     sections = _sections(parts)
     shared = [_shared_of(section) for section in sections]
-    tensors: dict[str, TensorEntry] = {}
-    for metadata, section in zip(shared, sections, strict=True):
+    tensors = _tensors(shared[0], sections[0])
+    for metadata, section in zip(shared[1:], sections[1:], strict=True):
         more = _tensors(metadata, section)
         _check_new(tensors, more)
-        tensors |= more
+        tensors = {**tensors, **more}
     return Manifest(
         name=first.name,
         lineage=shared[0].lineage,
@@ -306,19 +317,41 @@ def _check_new(known: Iterable[str], more: Iterable[str]) -> None:
         raise IncompleteAttempt(f"two sections saved {both[0]!r}")
 
 
-def _tensors(shared: SharedMetadata, parts: Sequence[Part]) -> dict[str, TensorEntry]:
-    chunks: dict[str, list[Chunk]] = {spec.name: [] for spec in shared.specs}
+def _tensors(shared: SharedMetadata, parts: Sequence[Part]) -> Mapping[str, TensorEntry]:
+    specs = {spec.name: spec for spec in shared.specs}
+    for part in parts:
+        if unknown := sorted(part.chunks.keys() - specs.keys()):
+            raise IncompleteAttempt(
+                f"writer {part.writer.rank} saved an unknown tensor {unknown[0]!r}"
+            )
+    if len(parts) == 1:
+        return _TensorsOfOneWriter(specs, parts[0].chunks)
+    chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
     for part in parts:
         for name, more in part.chunks.items():
-            if name not in chunks:
-                raise IncompleteAttempt(
-                    f"writer {part.writer.rank} saved an unknown tensor {name!r}"
-                )
             chunks[name].extend(more)
     return {
-        spec.name: TensorEntry(spec, _deduplicate(spec.name, chunks[spec.name]))
-        for spec in shared.specs
+        name: TensorEntry(spec, _deduplicate(name, chunks[name])) for name, spec in specs.items()
     }
+
+
+class _TensorsOfOneWriter(Mapping[str, TensorEntry]):
+    """Made when asked for, for the reason of :class:`~checkpoints.manifest.WrittenChunks`."""
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], chunks: Mapping[str, tuple[Chunk, ...]]
+    ) -> None:
+        self._specs = specs
+        self._chunks = chunks
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        return TensorEntry(self._specs[name], self._chunks.get(name, ()))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
 
 
 def _deduplicate(tensor: str, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:

@@ -29,6 +29,7 @@ from checkpoints.names import CheckpointName, writer_file
 from checkpoints.objects import Root, storage_for
 from checkpoints.policies import LatestN, RetentionFunction, SaveContext, SavePolicy
 from checkpoints.retention import FolderHistory
+from checkpoints.save_plan import SavePlanner
 from checkpoints.saving import (
     Progress,
     SaveHandle,
@@ -51,8 +52,6 @@ from checkpoints.saving import (
     write_unless_committed,
 )
 from checkpoints.storage import ABSENT, Storage, is_transient, patient, writing
-from checkpoints.tensors import share_of
-from checkpoints.tree import flatten, spec_of
 
 # ----------------------------------------------------------------------------
 # Asynchronous saves: stage on the caller's thread, write and commit on a background thread.
@@ -112,6 +111,7 @@ class Engine:
         self._clock = clock
         self._monotonic = monotonic
         self._lock = threading.Lock()
+        self._planner = SavePlanner()
         self._buffers = StagingPool(2)
         self._jobs: queue.Queue[SaveJob | Callable[[], object] | None] = queue.Queue()
         self._open: list[SaveJob] = []  # neither committed nor abandoned
@@ -142,11 +142,8 @@ class Engine:
         them, between saves. Raises :class:`StateError` for a state that cannot be saved,
         :class:`ArgumentError` for a rank outside of the world or DTensors of another mesh.
         """
-        _, tensors = flatten(state)
-        pieces = share_of([spec_of(n, t) for n, t in tensors.items()], world_size, rank, section)
-        size = sum(span.count * spec.element_bytes for spec, span in pieces)
-        pinned = any(t.is_cuda for t in tensors.values())
-        grow = functools.partial(self._buffers.reserve, size, pinned=pinned)
+        plan = self._planner.plan(state, world_size=world_size, rank=rank, section=section).plan
+        grow = functools.partial(self._buffers.reserve, plan.size_bytes, pinned=bool(plan.gpus))
         self.submit(grow) if background else grow()
 
     def submit(self, task: Callable[[], object]) -> None:
@@ -187,20 +184,20 @@ class Engine:
                 stall_s, reason = self._monotonic() - began_s, "earlier saves use all buffers"
                 self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
                 return handle
-            tree, tensors = flatten(state)
-            specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
-            pieces = share_of(specs, world.size, world.rank, world.section)
-            data = buffer.fill(pieces, tensors)
+            to_save = self._planner.plan(
+                state, world_size=world.size, rank=world.rank, section=world.section
+            )
+            data = buffer.fill(to_save)
             attempt = WriteAttempt(
                 name=name,
                 rank=world.rank,
                 world_size=world.size,
                 lineage=lineage,
                 data_position=json.loads(json.dumps(data_position)),  # a private copy
-                specs=specs,
-                tree=tree,
+                specs=to_save.plan.specs,
+                tree=to_save.tree,
                 section=world.section,
-                pieces=pieces,
+                pieces=to_save.plan.pieces,
                 data=self._progress.watched(data),
                 history=self._history.of(world.nonce),
             )
@@ -327,7 +324,7 @@ class Engine:
         writing_until_s = self._progress.last_s + limit_s
 
         def is_overdue(job: SaveJob) -> bool:
-            is_written = job.bytes_written is not None
+            is_written = job.written is not None
             return now_s > (job.deadline_s if is_written else max(job.deadline_s, writing_until_s))
 
         overdue = self._abandon(is_overdue, f"no progress within {limit_s:g} s")
@@ -356,7 +353,7 @@ class Engine:
             stall_s=job.stall_s,
             write_s=job.write_s,
             took_s=self._monotonic() - job.began_s,
-            bytes_written=job.bytes_written or 0,
+            bytes_written=job.written.bytes_written if job.written is not None else 0,
             **more,
         )
 
@@ -416,7 +413,7 @@ class Engine:
             self._fail(job, error)
             return
         # From here on this share is safe, and what fails now is tried again until the deadline.
-        job.bytes_written, job.written_s = written, self._monotonic()
+        job.written, job.written_s = written, self._monotonic()
         job.write_s = job.written_s - began_s
         # The other writers have begun at about the same time, and may be slower.
         job.deadline_s = job.written_s + max(self._limit_s, job.write_s)
@@ -427,7 +424,7 @@ class Engine:
         """Check whether saves that wait for other writers are committed, or can be."""
         now_s = self._monotonic()
         with self._lock:
-            waiting = [job for job in self._open if job.bytes_written is not None]
+            waiting = [job for job in self._open if job.written is not None]
         for job in waiting:
             if now_s < job.poll_at_s:
                 continue
@@ -488,10 +485,11 @@ class Engine:
                 job.write_s = self._monotonic() - began_s
 
         attempt = job.attempt
+        assert job.written is not None
         saved = commit_if_complete(
             self._storage,
             attempt,
-            job.bytes_written or 0,
+            job.written,
             keep=self._keep,
             fence=lambda: self._is_open(job) and self._may_commit(job),
             on_committed=note_time,

@@ -9,11 +9,10 @@ import json
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
 from types import TracebackType
 from typing import Any, Literal
 
@@ -39,6 +38,7 @@ from checkpoints.manifest import (
     Part,
     SharedMetadata,
     WriterEntry,
+    WrittenChunks,
     as_lineage,
     digest,
 )
@@ -46,6 +46,7 @@ from checkpoints.names import MAX_WORLD_SIZE, CheckpointName, failure_file, part
 from checkpoints.objects import Root, storage_for
 from checkpoints.policies import LatestN, RetentionFunction
 from checkpoints.retention import FolderHistory, PartStorage, after_commit, free_space
+from checkpoints.save_plan import Pieces, PlannedSave
 from checkpoints.storage import (
     ABSENT,
     Storage,
@@ -65,7 +66,6 @@ from checkpoints.tensors import (
     bytes_of,
     check_held,
     chunks_of,
-    copy_to,
     empty,
     full_region,
     share_of,
@@ -80,7 +80,6 @@ from checkpoints.tree import Node, flatten, spec_of
 
 _CONCURRENT_HASH_BYTES = 1 << 20  # from this size on, a second thread hashes
 
-Pieces = Sequence[tuple[TensorSpec, Extent]]
 Data = Callable[[TensorSpec, Extent], memoryview]
 """Reads the bytes of a chunk of a tensor."""
 
@@ -106,24 +105,26 @@ def write_share(
     """Write this rank's pieces and fsync them. Raises ``OSError``."""
     file = writer_file(rank, world_size)
     head = encode_header(pieces)
-    found: dict[str, list[Chunk]] = {}
+    written = WrittenChunks(file)
     end = len(head)
     sink = storage.create(f"{folder}/{file}")
     hasher = ThreadPoolExecutor(1, "checkpoint-hasher")  # inherits the priority of this thread
     try:
         sink.write(head)
         for spec, place in pieces:
+            chunks = []
             for piece in chunks_of(place, spec.element_bytes):
                 data = data_of(spec, piece)
                 hashed = _write_hashed(sink, data, hasher)
                 begin, end = end, end + len(data)
-                found.setdefault(spec.name, []).append(Chunk(file, begin, end, piece, hashed))
+                chunks.append(Chunk(file, begin, end, piece, hashed))
+            written.add(spec.name, chunks)
         sink.sync()
     finally:
         hasher.shutdown()
         sink.close()
     writer = WriterEntry(rank, file, end, len(head), digest(head), wall_time_s)
-    return WrittenFile(writer, {name: tuple(items) for name, items in found.items()})
+    return WrittenFile(writer, written)
 
 
 def _write_hashed(sink: WritableFile, data: memoryview, hasher: Executor) -> str:
@@ -142,7 +143,8 @@ def encode_header(pieces: Pieces) -> bytes:
     safetensors file; a piece is named ``name[start:stop]``, with one range per dimension if it is a
     region.
     """
-    entries: dict[str, object] = {}
+    # Entry by entry, because json.dumps holds the GIL until it returns.
+    entries: dict[str, str] = {}
     begin = 0
     for spec, place in pieces:
         element = BY_NAME[spec.dtype]
@@ -150,13 +152,13 @@ def encode_header(pieces: Pieces) -> bytes:
         while name in entries:  # a tensor may have the name of another one's piece
             name += "~"
         end = begin + place.count * element.size_bytes
-        entries[name] = {
-            "dtype": element.file_name,
-            "shape": [*shape, *element.file_shape],
-            "data_offsets": [begin, end],
-        }
+        sizes = ",".join(map(str, (*shape, *element.file_shape)))
+        entries[name] = (
+            f'{json.dumps(name)}:{{"dtype":"{element.file_name}","shape":[{sizes}],'
+            f'"data_offsets":[{begin},{end}]}}'
+        )
         begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    text = f"{{{','.join(entries.values())}}}".encode("ascii")
     text += b" " * (-(len(text) + 8) % 64)
     return len(text).to_bytes(8, "little") + text
 
@@ -217,11 +219,18 @@ class WriteAttempt:
         return sum(place.count * spec.element_bytes for spec, place in self.pieces)
 
 
+@dataclass(frozen=True)
+class WrittenShare:
+    """A share that is durable: its part, and the number of bytes that this call has written."""
+
+    part: Part
+    bytes_written: int
+
+
 def write_unless_committed(
     storage: Storage, attempt: WriteAttempt, clock: Callable[[], float]
-) -> int | None:
-    """Write the share; returns the number of bytes, None if the checkpoint is already committed.
-    Raises :class:`SaveError`."""
+) -> WrittenShare | None:
+    """Write the share; None if the checkpoint is already committed. Raises :class:`SaveError`."""
     with writing(storage.place):
         if is_committed(storage, attempt.name):
             _check_same(attempt, _manifest_of(storage, attempt.name))
@@ -232,7 +241,7 @@ def write_unless_committed(
 def commit_if_complete(
     storage: Storage,
     attempt: WriteAttempt,
-    written: int,
+    written: WrittenShare,
     *,
     keep: RetentionFunction | None,
     fence: Callable[[], bool] | None,
@@ -249,7 +258,7 @@ def commit_if_complete(
     if not why and not isinstance(storage, PartStorage):
         with writing(storage.place):
             try:
-                _commit(storage, attempt)
+                _commit(storage, attempt, written.part)
             except WriterFailed as failure:
                 remove_share(storage, name, attempt.rank, attempt.world_size)
                 raise _of_other_writer(name, failure) from failure
@@ -271,18 +280,18 @@ def commit_if_complete(
     return SaveResult(
         name=str(name),
         step=name.step,
-        bytes_written=written,
+        bytes_written=written.bytes_written,
         committed=not why,
         is_waiting=is_waiting,
         notes=notes,
     )
 
 
-def _commit(storage: Storage, attempt: WriteAttempt) -> None:
+def _commit(storage: Storage, attempt: WriteAttempt, own: Part) -> None:
     """Commit. If that fails, earlier attempts are removed: only one is kept for a later try."""
 
     def commit_patiently() -> Manifest | None:
-        return repeated(storage, lambda: commit(storage, attempt.name, attempt.world_size))
+        return repeated(storage, lambda: commit(storage, attempt.name, attempt.world_size, own))
 
     try:
         manifest = commit_patiently()
@@ -295,26 +304,27 @@ def _commit(storage: Storage, attempt: WriteAttempt) -> None:
         attempt.history.remember(manifest)
 
 
-def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], float]) -> int:
-    """Write this rank's file and part unless they exist; returns the number of bytes written."""
+def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], float]) -> WrittenShare:
+    """Write this rank's file and part unless they exist."""
     name, rank, world_size = attempt.name, attempt.rank, attempt.world_size
     repeated(storage, lambda: storage.make_folder(""))
     repeated(storage, lambda: storage.make_folder(name.attempt))
     part = _written_before(storage, attempt)
     if part is not None:
         _check_same(attempt, part)
-        return 0  # a committer may be reading it
+        return WrittenShare(part, 0)  # a committer may be reading it
     with _freed_on_failure(storage, name, rank, world_size):
         _check_others(storage, name, rank, world_size)
         if isinstance(storage, PartStorage):
             storage.make_room(name, attempt.size_bytes)
         written = _write_share(storage, attempt, clock())
-        data = _part_of(attempt, written).to_bytes()
+        part = _part_of(attempt, written)
+        data = part.to_bytes()
         _check_part_size(attempt, len(data))
         repeated(storage, lambda: _put_part(storage, attempt, data))
     with contextlib.suppress(FileNotFoundError):  # committed by another writer meanwhile
         repeated(storage, lambda: sync_folder(storage, name.attempt))
-    return written.writer.size_bytes + len(data)
+    return WrittenShare(part, written.writer.size_bytes + len(data))
 
 
 def _part_of(attempt: WriteAttempt, written: WrittenFile) -> Part:
@@ -496,8 +506,8 @@ def _record_failure(storage: Storage, name: CheckpointName, rank: int, world_siz
 
 
 def _digest_of(specs: tuple[TensorSpec, ...]) -> str:
-    listed = json.dumps([[spec.name, spec.dtype, spec.shape] for spec in specs])
-    return digest(listed.encode("ascii"))
+    listed = (json.dumps([spec.name, spec.dtype, spec.shape]) for spec in specs)
+    return digest(f"[{', '.join(listed)}]".encode("ascii"))
 
 
 def _shared(attempt: WriteAttempt) -> SharedMetadata:
@@ -642,7 +652,7 @@ class SaveJob:
     stall_s: float
     deadline_s: float  # on the monotonic clock; renewed by progress
     write_s: float = 0.0
-    bytes_written: int | None = None  # None: not written yet
+    written: WrittenShare | None = None  # None: not written yet
     written_s: float = 0.0  # on the monotonic clock
     poll_at_s: float = 0.0  # when to look for other writers' parts
     problem: str = ""  # why it could not be committed yet
@@ -850,19 +860,19 @@ class StagingBuffer:
             )
             self._bytes.fill_(1)  # writing zeros might not fault the pages in
 
-    def fill(self, pieces: Pieces, tensors: Mapping[str, torch.Tensor]) -> Data:
-        """Copy ``pieces``; the tensors may change once this returns. Returns a reader of the
-        bytes."""
-        sizes = [place.count * spec.element_bytes for spec, place in pieces]
-        begins = [0, *accumulate(sizes)]
-        on_gpu = {t.device for t in tensors.values() if t.is_cuda}
-        self.reserve(begins[-1], pinned=bool(on_gpu))
-        for (spec, place), begin, size in zip(pieces, begins, sizes, strict=False):
-            if size:
-                copy_to(self._bytes[begin : begin + size], tensors[spec.name], place)
-        for device in on_gpu:
-            torch.cuda.current_stream(device).synchronize()
-        return _reader(self._bytes.numpy().data, pieces, begins)
+    def fill(self, state: PlannedSave) -> Data:
+        """Copy this rank's share of ``state``; the tensors may change once this returns. Returns a
+        reader of the bytes."""
+        plan = state.plan
+        self.reserve(plan.size_bytes, pinned=bool(plan.gpus))
+        state.copy_into(self._bytes)
+        memory = self._bytes.numpy().data
+
+        def data(spec: TensorSpec, chunk: Extent) -> memoryview:
+            begin = plan.begin_of(spec, chunk)
+            return memory[begin : begin + chunk.count * spec.element_bytes]
+
+        return data
 
 
 class StagingPool:
@@ -917,25 +927,3 @@ class StagingPool:
                     buffer.reserve(size_bytes, pinned=pinned)
             finally:
                 self.release(owner)
-
-
-def _reader(memory: memoryview, pieces: Pieces, begins: Sequence[int]) -> Data:
-    starts: dict[tuple[str, Extent], int] = {}
-
-    def data(spec: TensorSpec, place: Extent) -> memoryview:
-        if not starts:  # computed by the writer thread, so that training does not wait for it
-            starts.update(_starts(pieces, begins))
-        begin = starts[spec.name, place]
-        return memory[begin : begin + place.count * spec.element_bytes]
-
-    return data
-
-
-def _starts(pieces: Pieces, begins: Sequence[int]) -> dict[tuple[str, Extent], int]:
-    """Where each chunk begins in the buffer."""
-    starts = {}
-    for (spec, place), begin in zip(pieces, begins, strict=False):
-        for chunk in chunks_of(place, spec.element_bytes):
-            starts[spec.name, chunk] = begin
-            begin += chunk.count * spec.element_bytes
-    return starts

@@ -47,7 +47,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """``count`` elements of a tensor from ``start`` on, in row-major order."""
 
@@ -55,7 +55,7 @@ class Span:
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Region:
     """An n-dimensional block of a tensor, such as the shard that a rank holds."""
 
@@ -553,7 +553,7 @@ def _block(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 CHUNK_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A global tensor, with the same description on every rank; replicated if it has no layout."""
 
@@ -628,6 +628,9 @@ def chunks_of(place: Extent, element_bytes: int) -> Iterator[Extent]:
     per_chunk = max(1, CHUNK_BYTES // element_bytes)
     if not isinstance(place, Span):
         yield from row_blocks(place, per_chunk)
+        return
+    if 0 < place.count <= per_chunk:
+        yield place
         return
     stop = place.start + place.count
     for start in range(place.start, stop, per_chunk):

@@ -16,6 +16,7 @@ name: they are written once and are one tensor again after loading.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -61,6 +62,22 @@ def unflatten(node: Node, leaf: Callable[[str, str], object]) -> Any:
     ``node`` must have passed :func:`check_tree`.
     """
     return _unflatten(node, (), leaf)
+
+
+def text_of(node: Node) -> str:
+    """The JSON text of ``node``. Not by json.dumps, which holds the GIL until it returns."""
+    ((kind, body),) = node.items()
+    if kind == "tensor":
+        return f'{{"tensor":{json.dumps(body)}}}'
+    if kind == "dict":
+        items = [f"{json.dumps(key)}:{text_of(item)}" for key, item in body.items()]
+        return f'{{"dict":{{{",".join(items)}}}}}'
+    if kind == "items":
+        items = [f"[{json.dumps(key)},{text_of(item)}]" for key, item in body]
+        return f'{{"items":[{",".join(items)}]}}'
+    if kind in ("list", "tuple"):
+        return f'{{"{kind}":[{",".join([text_of(item) for item in body])}]}}'
+    return json.dumps(node, allow_nan=False, separators=(",", ":"))
 
 
 def tensor_leaves(node: Node) -> dict[str, str]:
@@ -121,7 +138,7 @@ class _Flattening:
         if isinstance(item, (list, tuple)):
             kind = "list" if isinstance(item, list) else "tuple"
             return {kind: [self.node(value, (*path, i)) for i, value in enumerate(item)]}
-        return _value(item, path)
+        return value_node(item, path)
 
     def _mapping(self, item: Mapping[Any, object], path: tuple[object, ...]) -> Node:
         for key in item:
@@ -212,7 +229,7 @@ def _same_path(path: tuple[object, ...]) -> str:
     )
 
 
-def _value(item: object, path: tuple[object, ...]) -> Node:
+def value_node(item: object, path: tuple[object, ...]) -> Node:
     if item is None or isinstance(item, bool):
         return {"value": item}
     if isinstance(item, str):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ from kit.checkpoint_states import same, save_all, small_state
 import checkpoints
 from checkpoints import commit as manifests
 from checkpoints.commit import commit
+from checkpoints.manifest import Chunk, WrittenChunks
 from checkpoints.names import CheckpointName
-from checkpoints.testing import FaultyStorage
+from checkpoints.tensors import Region, Span
+from checkpoints.testing import FaultyStorage, MemoryStorage
 
 
 def _save(
@@ -244,3 +249,49 @@ def test_a_state_of_too_many_tensors_is_refused(
     with pytest.raises(checkpoints.StateError, match="too many for a manifest"):
         checkpoints.save(tmp_path, state, step=2, nonce="aa")
     assert _folders(tmp_path) == [], "nothing of it is left"
+
+
+# -- many tensors -------------------------------------------------------------------------------
+
+
+def test_a_writer_does_not_read_the_part_that_it_has_written() -> None:
+    storage = FaultyStorage(MemoryStorage())
+    assert [_save(storage, rank, 2).committed for rank in range(2)] == [False, True]
+    read = [Path(call).name for call in storage.calls if call.startswith("open ")]
+    # Each looks once whether it has written its part before.
+    assert read.count("part-00000-of-00002.json") == 2
+    assert read.count("part-00001-of-00002.json") == 1
+    assert "manifest.json" not in read
+
+
+def test_no_call_of_json_encodes_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the GIL until it returns, and with it training."""
+    longest = [0]
+
+    def dumps(*args: Any, **more: Any) -> str:
+        text = encode(*args, **more)
+        longest[0] = max(longest[0], len(text))
+        return text
+
+    encode = json.dumps
+    monkeypatch.setattr(json, "dumps", dumps)
+    state = {"m": {f"layers.{i}": torch.ones(2) for i in range(1000)}, "list": [torch.ones(1)] * 9}
+    assert checkpoints.save(MemoryStorage(), state, step=1, nonce="aa").committed
+    assert 0 < longest[0] < 1000
+
+
+def test_chunks_of_many_tensors_are_nothing_that_the_garbage_collector_visits() -> None:
+    """Otherwise each save makes it visit all objects of the process, holding the GIL."""
+    chunks = [
+        Chunk("file", 0, 8, Span(3, 2), "00"),
+        Chunk("file", 8, 16, Region((0, 1), (1, 2)), "11"),
+        Chunk("file", 16, 24, Region((1, 1), (1, 2)), "22"),
+    ]
+    written = WrittenChunks("file")
+    written.add("span", chunks[:1])
+    for chunk in chunks[1:]:
+        written.add("regions", [chunk])
+    written.add("empty", [])
+    assert dict(written) == {"span": (chunks[0],), "regions": tuple(chunks[1:])}
+    gc.collect(0)
+    assert not any(map(gc.is_tracked, written._rows.values()))

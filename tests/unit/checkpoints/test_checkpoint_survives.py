@@ -19,9 +19,8 @@ from kit.checkpoint_states import flip, same, small_state
 
 import checkpoints
 from checkpoints import saving
+from checkpoints.save_plan import SavePlanner
 from checkpoints.saving import StagingBuffer
-from checkpoints.tensors import share_of
-from checkpoints.tree import flatten, spec_of
 
 NAME = "step-000000001.g0.aa"
 
@@ -156,9 +155,7 @@ def test_a_pickle_in_place_of_any_file_is_not_run(root: Path, tmp_path: Path, fi
 def test_each_rank_stages_only_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """In DCP, each rank stages the full state, then drops what others write."""
     state = {f"tensor{i}": torch.full((10_000,), i) for i in range(8)}
-    _, tensors = flatten(state)
-    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-    total = sum(spec.size_bytes for spec in specs)
+    total = sum(tensor.nbytes for tensor in state.values())
     allocated: list[int] = []
 
     def recording_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -167,5 +164,5 @@ def test_each_rank_stages_only_its_part(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(saving, "empty", recording_empty)
     for rank in range(4):
-        StagingBuffer().fill(share_of(specs, 4, rank), tensors)
+        StagingBuffer().fill(SavePlanner().plan(state, world_size=4, rank=rank))
     assert len(allocated) == 4 and max(allocated) <= total / 4 + 16
