@@ -14,7 +14,7 @@ import torch
 
 from checkpoints import errors
 from checkpoints.commit import committed_names, read_manifest
-from checkpoints.errors import CorruptCheckpoint, LoadError, StateMismatch, TornRead
+from checkpoints.errors import CorruptCheckpoint, LoadError, ReadFailed, StateMismatch, TornRead
 from checkpoints.manifest import (
     Ancestor,
     CheckpointInfo,
@@ -545,10 +545,14 @@ class _LoadJob:
 
 @dataclass(frozen=True)
 class SkippedCheckpoint:
-    """A committed checkpoint that :func:`latest` did not choose, and why."""
+    """A committed checkpoint that :func:`latest` did not choose, and why.
+
+    ``is_unreadable``: the storage failed, so the checkpoint may be intact, and readable later.
+    """
 
     name: str
     reason: str
+    is_unreadable: bool = False
 
 
 @dataclass(frozen=True)
@@ -610,7 +614,7 @@ def latest(
     check = _verify_every_byte if unusable is None else _verify_sizes
     chosen, failures = _first_valid(storage, candidates, refused, check)
     skipped = (
-        SkippedCheckpoint(str(name), failures.get(name) or off_lineage[name])
+        failures.get(name) or SkippedCheckpoint(str(name), off_lineage[name])
         for name in names
         if name in failures or (name in off_lineage and (chosen is None or _newer(name, chosen)))
     )
@@ -630,17 +634,18 @@ def _first_valid(
     candidates: Iterable[CheckpointName],
     refused: Mapping[str, str],
     check: Callable[[Storage, str], CheckpointInfo],
-) -> tuple[CheckpointInfo | None, dict[CheckpointName, str]]:
+) -> tuple[CheckpointInfo | None, dict[CheckpointName, SkippedCheckpoint]]:
     """The first candidate that passes, and why the ones before it do not."""
-    failures: dict[CheckpointName, str] = {}
+    failures: dict[CheckpointName, SkippedCheckpoint] = {}
     for name in candidates:
         if (reason := refused.get(str(name))) is not None:
-            failures[name] = reason
+            failures[name] = SkippedCheckpoint(str(name), reason)
             continue
         try:
             return check(storage, str(name)), failures
         except LoadError as error:
-            failures[name] = error.message
+            is_unreadable = isinstance(error, ReadFailed)
+            failures[name] = SkippedCheckpoint(str(name), error.message, is_unreadable)
     return None, failures
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -24,6 +24,7 @@ from checkpoints import (
     Lineage,
     LoadError,
     LoadResult,
+    ReadFailed,
     RetentionPolicy,
     Root,
     SaveContext,
@@ -31,6 +32,7 @@ from checkpoints import (
     SaveOutcome,
     SavePolicy,
     SaveStatus,
+    SkippedCheckpoint,
     StateMismatch,
 )
 from checkpoints.engine import SupervisedEngine
@@ -512,11 +514,11 @@ class Saver:
             self.due.observed(before.running_s, before.failures)
         return self.folder.resolve(world, required=self._policy.required)
 
-    def choose_again(self, unusable: Mapping[str, str]) -> str | None:
+    def choose_again(self, refused: Sequence[SkippedCheckpoint]) -> str | None:
         """On rank 0: another checkpoint to resume from, after the load of these has failed. Raises
         as :meth:`resolve` does."""
         assert self.folder is not None and self._policy is not None
-        return self.folder.choose(unusable, required=self._policy.required)
+        return self.folder.choose(refused, required=self._policy.required)
 
     def load(self, name: str, job: JobState) -> checkpoints.LoadResult:
         """Read and verify this rank's part of a checkpoint."""
@@ -1029,7 +1031,8 @@ def _place(name: CheckpointName) -> tuple[int, int]:
 # Restores a new world's state: the newest checkpoint, else rank 0's initial state.
 #
 # Rank 0 removes leftovers and chooses the checkpoint; all ranks load it, and each verifies what it
-# reads. If it is damaged, all load the next older one. Any other failure of one rank is raised on
+# reads. If it is damaged, all load the next older one; for one that cannot be read, see
+# :meth:`CheckpointFolder.choose`. Any other failure of one rank is raised on
 # all, so that none waits in a collective.
 
 
@@ -1048,14 +1051,14 @@ def restore(
     source = RestoreSource(**broadcast_json(vars(found) if found is not None else None))
     if saver.folder is not None and source.is_recorded:
         saver.folder.check_shared(world.rank, source.generation)
-    name, origin, unusable = source.name, None, dict[str, str]()
+    name, origin, refused = source.name, None, list[SkippedCheckpoint]()
     while name is not None:
         loaded = _load(world, job, saver, name)
         if isinstance(loaded, CheckpointInfo):
             origin = loaded
             break
-        unusable[name] = loaded
-        name = broadcast_json(on_all_ranks(world, lambda: _choose_again(world, saver, unusable)))
+        refused.append(loaded)
+        name = broadcast_json(on_all_ranks(world, lambda: _choose_again(world, saver, refused)))
     if name is None:
         if not may_begin:
             raise CheckpointRequired(
@@ -1082,16 +1085,18 @@ def _resolve(world: World, saver: Saver) -> RestoreSource | None:
         return saver.resolve(world)
 
 
-def _choose_again(world: World, saver: Saver, unusable: Mapping[str, str]) -> str | None:
+def _choose_again(world: World, saver: Saver, refused: Sequence[SkippedCheckpoint]) -> str | None:
     if world.rank > 0:
         return None
     with busy(READER_THREADS):
-        return saver.choose_again(unusable)
+        return saver.choose_again(refused)
 
 
-def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInfo | str:
-    """Load a checkpoint on all ranks. If one of them cannot read it, returns the reason, and no
-    state has changed."""
+def _load(
+    world: World, job: JobState, saver: Saver, name: str
+) -> CheckpointInfo | SkippedCheckpoint:
+    """Load a checkpoint on all ranks. If one of them cannot, returns the reason, and no state has
+    changed."""
 
     def read_and_check() -> LoadResult | LoadError:
         try:
@@ -1105,10 +1110,15 @@ def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInf
         return loaded
 
     loaded = on_all_ranks(world, read_and_check)
-    reasons = all_gather_json(loaded.message if isinstance(loaded, LoadError) else None)
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            return f"{reason} (found by rank {rank})"
+    failure = loaded if isinstance(loaded, LoadError) else None
+    failures = all_gather_json(
+        None if failure is None else [isinstance(failure, ReadFailed), failure.message]
+    )
+    failed = [(*found, rank) for rank, found in enumerate(failures) if found is not None]
+    if failed:
+        # A rank that knows of damage knows more than one that cannot read.
+        is_unreadable, reason, rank = min(failed)
+        return SkippedCheckpoint(name, f"{reason} (found by rank {rank})", is_unreadable)
     assert isinstance(loaded, LoadResult)
     on_all_ranks(world, lambda: job.apply(loaded.state))
     return loaded.info

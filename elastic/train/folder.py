@@ -9,7 +9,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 
 import checkpoints
@@ -17,9 +17,11 @@ from checkpoints import (
     CheckpointError,
     EverySteps,
     LatestN,
+    ReadFailed,
     RetentionPolicy,
     SaveError,
     SavePolicy,
+    SkippedCheckpoint,
     Storage,
 )
 from checkpoints.commit import read_manifest
@@ -55,6 +57,7 @@ from elastic.tuning.intervals import (
     OWNER_LOOK_S,
     OWNER_SILENCE_S,
     OWNER_WATCH_S,
+    RESTORE_PATIENCE_S,
 )
 
 # ----------------------------------------------------------------------------
@@ -385,7 +388,11 @@ class CheckpointFolder:
         memory: bool = False,
     ) -> None:
         self.storage = storage_for(root)
-        self._reads = patient(self.storage)
+        self._reads = (
+            self.storage
+            if isinstance(self.storage, PatientStorage)
+            else PatientStorage(self.storage, patience_s=RESTORE_PATIENCE_S)
+        )
         self.has_memory = memory  # also read the nodes' memory
         self._report = report
         self.ownership = Ownership(self.storage, lambda reason: report("folder", reason))
@@ -428,26 +435,57 @@ class CheckpointFolder:
         )
         for leftover in collected.failed:
             self._report(leftover.folder, leftover.reason)
-        name = self.choose({}, required=required)
+        name = self.choose((), required=required)
         return RestoreSource(name, generation, self._record(generation))
 
-    def choose(self, unusable: Mapping[str, str], *, required: bool) -> str | None:
-        """The newest checkpoint whose manifest is valid, other than the ``unusable`` ones, whose
+    def choose(self, refused: Sequence[SkippedCheckpoint], *, required: bool) -> str | None:
+        """The newest checkpoint whose manifest is valid, other than the ``refused`` ones, whose
         load has failed; None if there is none. Its content is verified as it is loaded, on all
         ranks at once: one rank alone would take hours for a large one.
 
+        A damaged checkpoint is skipped. One that cannot be read may be intact. It is skipped, too,
+        if that lasts for RESTORE_PATIENCE_S, while an older one can be read: a file with a bad
+        sector must not end a job for good. If several cannot be read, or no older one is left, the
+        storage fails and not a file: raises checkpoints.ReadFailed, as for a folder or a tier that
+        cannot be read. The next start tries again.
+
         Raises CheckpointRequired if there is none and one is required, or if an earlier world has
-        saved and none of its checkpoints can be loaded: a silent start from step 0 would discard
-        the work. Raises checkpoints.ReadFailed if the folder or a tier cannot be read.
+        saved and all its checkpoints are damaged: a silent start from step 0 would discard the
+        work.
         """
+        unusable = {passed.name: passed.reason for passed in refused}
         with self._readable() as storage:
             found = checkpoints.latest(storage, unusable=unusable)
         for passed in found.skipped:
-            if not unusable or passed.name == list(unusable)[-1]:  # others are reported already
+            if not refused or passed.name == refused[-1].name:  # others are reported already
                 self._report(passed.name, passed.reason)
+        unreadable = {p.name: p.reason for p in (*found.skipped, *refused) if p.is_unreadable}
+        if len(unreadable) > 1 or (unreadable and found.checkpoint is None):
+            names, reason = ", ".join(sorted(unreadable)), next(iter(unreadable.values()))
+            raise ReadFailed(
+                f"{names} in {self.storage.place} cannot be read: {reason}",
+                hint="check the disk or the mount of this node, and start again; to go on from an "
+                "older checkpoint, move these folders elsewhere",
+            )
         if found.checkpoint is None:
             self._check_may_begin(found, required=required)
-        return found.checkpoint.name if found.checkpoint else None
+            return None
+        self._warn_of_lost_steps(found.checkpoint, found.skipped)
+        return found.checkpoint.name
+
+    def _warn_of_lost_steps(
+        self, chosen: checkpoints.CheckpointInfo, skipped: Sequence[SkippedCheckpoint]
+    ) -> None:
+        names = [(parse_committed(passed.name), passed.reason) for passed in skipped]
+        newer = [(n.step, n, why) for n, why in names if n is not None and n.step > chosen.step]
+        if not newer:
+            return
+        step, name, reason = max(newer)
+        get_logger().warning(
+            "resuming from step %d instead of %d, and repeating the steps between them: %s cannot "
+            "be used: %s",
+            *(chosen.step, step, name, reason),
+        )
 
     def _list(self, storage: checkpoints.Storage) -> list[str]:
         try:
@@ -543,7 +581,7 @@ class CheckpointFolder:
         if not self.has_memory:
             yield self._reads
             return
-        with everywhere(self.storage, self._report) as storage:
+        with everywhere(self._reads, self._report) as storage:
             yield storage
 
 

@@ -904,6 +904,9 @@ LAST_SAVE_PEERS_S = 10.0
 # A last save that fails transiently is repeated for this long: a network file system that fails
 # over is back within a minute, and no later save would hold this state.
 LAST_SAVE_REPEAT_S = 60.0
+# A read that fails transiently while a job restores its state is repeated for this long: a network
+# file system that fails over is back within a minute, and an older checkpoint costs more.
+RESTORE_PATIENCE_S = 60.0
 # Delay between the checks of the folder by consecutive ranks.
 LAST_SAVE_TURN_S = 0.25
 # A last save that takes longer is announced in the log.

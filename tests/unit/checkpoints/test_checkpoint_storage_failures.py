@@ -25,6 +25,7 @@ from checkpoints.storage import LocalStorage, PatientStorage
 from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
 from checkpoints.tiers import TieredStorage
 from elastic.errors import CheckpointRequired
+from elastic.telemetry.log import get_logger
 from elastic.train.folder import CheckpointFolder
 
 WORLD: Any = SimpleNamespace(generation=2, nonce="n2")
@@ -141,6 +142,54 @@ def test_an_unreadable_file_of_one_tier_does_not_hide_its_other_checkpoints() ->
     assert found.checkpoint is not None and found.checkpoint.step == 20
     assert [skipped.name for skipped in found.skipped] == [NEWEST]
     assert "Stale" in found.skipped[0].reason and "Stale" in tiers.failures[0].reason
+
+
+def refusing(*names: str) -> PatientStorage:
+    """The three checkpoints, of which some have a file that cannot be read, for good."""
+    return failing(saved_disk(), lambda label: any(name in label for name in names), errno.EIO)
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_a_checkpoint_that_cannot_be_read_for_good_is_skipped_with_a_warning(
+    call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad sector must not end the job for good."""
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    disk = refusing(f"{call} {NEWEST}/manifest.json")
+    reported: list[str] = []
+    folder = CheckpointFolder(disk, lambda name, _: reported.append(name))
+    assert folder.resolve(WORLD, required=False).name == "step-000000020.g1.aa"
+    assert reported == [NEWEST]
+    assert "resuming from step 20 instead of 30" in caplog.text and NEWEST in caplog.text
+
+
+def test_a_storage_that_cannot_be_read_does_not_lead_to_an_older_checkpoint() -> None:
+    """Several unreadable checkpoints are not damaged: their storage fails, and may recover."""
+    folder = CheckpointFolder(refusing(NEWEST, "step-000000020"), lambda *_: None)
+    with pytest.raises(checkpoints.ReadFailed, match=r"step-000000020.*, step-000000030"):
+        folder.resolve(WORLD, required=False)
+
+
+def test_if_all_that_a_load_refuses_cannot_be_read_the_start_ends() -> None:
+    folder = CheckpointFolder(saved_disk(), lambda *_: None)
+    newest = checkpoints.SkippedCheckpoint(NEWEST, "EIO", is_unreadable=True)
+    older = "step-000000020.g1.aa"
+    assert folder.choose([newest], required=False) == older
+    with pytest.raises(checkpoints.ReadFailed):
+        folder.choose(
+            [newest, checkpoints.SkippedCheckpoint(older, "EIO", is_unreadable=True)],
+            required=False,
+        )
+    damaged = checkpoints.SkippedCheckpoint(older, "damaged")
+    assert folder.choose([newest, damaged], required=False) == "step-000000010.g1.aa"
+
+
+def test_the_only_checkpoint_that_cannot_be_read_is_no_missing_one() -> None:
+    disk = MemoryStorage()
+    save_all(disk, small_state(30), step=30, generation=1)
+    unreadable = failing(disk, lambda label: NEWEST in label, errno.EIO)
+    with pytest.raises(checkpoints.ReadFailed, match=NEWEST):
+        CheckpointFolder(unreadable, lambda *_: None).resolve(WORLD, required=False)
 
 
 def test_memory_that_cannot_be_read_is_replaced_by_the_disk(tmp_path: Path) -> None:
