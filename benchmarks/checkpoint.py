@@ -33,7 +33,8 @@ from pathlib import Path
 
 import torch
 from checkpoint_ranks import bad_after_kills, load_together
-from measurement import Report, Row
+from checkpoint_scale import many_checkpoints, many_tensors, slow_storage
+from measurement import Report, Row, timed
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, help="of state, instead of the size's")
     parser.add_argument("--kills", type=int, help="instead of the size's")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scale-rounds", type=int, default=1, help="of checkpoint_scale.py")
     parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--folder", default="/dev/shm", help="a memory file system")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder on a disk")
@@ -80,7 +82,13 @@ def main() -> None:
             bench.slow_down(folder)
         with folder_in(args.disk) as folder:
             bench.disk(folder)
-    bench.note("unloadable or mixed after a kill", "elastic", bad, f"of {kills}")
+    for _ in range(args.scale_rounds):
+        with folder_in(args.folder) as folder:
+            many_tensors(folder, bench.note)
+            many_checkpoints(folder, bench.note)
+            slow_storage(folder, bench.note)
+    if kills:
+        bench.note("unloadable or mixed after a kill", "elastic", bad, f"of {kills}")
     Report("checkpoint", args.seed, bench.rows()).show(as_json=args.json)
 
 
@@ -380,12 +388,6 @@ def sync(path: Path) -> None:
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-
-
-def timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -8,13 +8,21 @@ import platform
 import shutil
 import statistics
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+
+def timed(call: Callable[[], object]) -> float:
+    """How long a call takes, in seconds."""
+    began_s = time.perf_counter()
+    call()
+    return time.perf_counter() - began_s
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,24 @@ from typing import Protocol, runtime_checkable
 from checkpoints.commit import committed_names, read_manifest
 from checkpoints.errors import LoadError, ReadFailed, UnsupportedFormat
 from checkpoints.manifest import Manifest, without_tensors
-from checkpoints.names import LATEST, LATEST_PREFIX, REMOVED_PREFIX, CheckpointName, parse_attempt
+from checkpoints.names import (
+    LATEST,
+    LATEST_PREFIX,
+    MANIFEST,
+    REMOVED_PREFIX,
+    CheckpointName,
+    parse_attempt,
+)
 from checkpoints.policies import RetentionFunction, Validity, to_remove
-from checkpoints.storage import Storage, patient, reason_of, removed_on_failure, write_durably
+from checkpoints.storage import (
+    LocalStorage,
+    PatientStorage,
+    Storage,
+    patient,
+    reason_of,
+    removed_on_failure,
+    write_durably,
+)
 
 
 @runtime_checkable
@@ -158,7 +173,7 @@ def not_retained(
         if (known := history.manifests.get(name)) is not None:
             return known
         try:
-            return history.remember(read_manifest(patient(storage), str(name)))
+            return history.remember(_without_tensors(storage, name))
         except LoadError as error:
             return error
 
@@ -173,6 +188,23 @@ def not_retained(
         return validity_of(found) if isinstance(found, LoadError) else Validity.VALID
 
     return to_remove(newest_first, keep, manifest_of, validity)
+
+
+def _without_tensors(storage: Storage, name: CheckpointName) -> Manifest:
+    """The manifest of a committed checkpoint, without its tensors. Raises :class:`LoadError`."""
+    inner = storage.inner if isinstance(storage, PatientStorage) else storage
+    if type(inner) is LocalStorage:
+        with contextlib.suppress(OSError):
+            changed_s = inner.modified_s(f"{name}/{MANIFEST}")
+            return _read_before(inner.folder, str(name), changed_s)
+    return without_tensors(read_manifest(patient(storage), str(name)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_before(folder: str, name: str, changed_s: float) -> Manifest:
+    """Shared by all writers of the process, for those that each save once, such as
+    :func:`checkpoints.save`: otherwise each would read the manifests of all checkpoints."""
+    return without_tensors(read_manifest(patient(LocalStorage(folder)), name))
 
 
 def validity_of(error: LoadError) -> Validity:

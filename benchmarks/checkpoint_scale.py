@@ -1,0 +1,158 @@
+"""Saves of many tensors, into folders of many checkpoints, and into a slow storage.
+
+Part of ``benchmarks/checkpoint.py``; alone it takes five minutes on two cores. The pause is the
+longest time for which a thread that wakes up every millisecond did not, or the processor time that
+this process used in it, if that is less: other processes of the machine may take the rest. It is
+what a save's background thread adds to a step while it holds the GIL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from measurement import Report, Row, timed
+
+import checkpoints
+from checkpoints.storage import LocalStorage, WritableFile
+
+TENSORS = 100_000
+TENSOR_BYTES = 1024
+CHECKPOINTS = 100
+SLOW_BYTES_PER_S = 10e6
+SLOW_STATE_BYTES = 64 << 20
+SAVES = 5
+
+Note = Callable[[str, str, float, str], None]
+"""Case, subject, value, unit."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--folder", default="/dev/shm", help="a memory file system")
+    args = parser.parse_args()
+    samples: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+
+    def note(case: str, subject: str, value: float, unit: str) -> None:
+        samples[case, subject, unit].append(value)
+
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for measure in (many_tensors, many_checkpoints, slow_storage):
+            measure(Path(folder), note)
+    rows = tuple(Row(*key, tuple(found)) for key, found in samples.items())
+    Report("checkpoint_scale", 0, rows).show(as_json=args.json)
+
+
+def many_tensors(folder: Path, note: Note) -> None:
+    """Stall and pause of a state of many small tensors, each copied once before for comparison."""
+    case, tensors = f"{TENSORS:,} tensors", TENSORS
+    state = {f"layers.{i}": torch.full((TENSOR_BYTES // 4,), float(i)) for i in range(tensors)}
+    copies = [torch.empty(tensors * TENSOR_BYTES // 4).fill_(1) for _ in range(2)]
+    with checkpoints.Engine(folder / "tensors", keep=checkpoints.LatestN(1)) as engine:
+        engine.reserve(state)
+        for step in range(1, SAVES + 1):
+            views = copies[step % 2].split(TENSOR_BYTES // 4)  # type: ignore[no-untyped-call]
+            memcpy_s = timed(functools.partial(_copy, list(state.values()), list(views)))
+            handle = engine.save_async(state, step=step, world=_world())
+            pause_s = _longest_pause(handle.ended.is_set)
+            outcome = handle.wait()
+            assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
+            note(f"{case}: stall", "memcpy of each", memcpy_s, "s")
+            note(f"{case}: stall", "elastic", outcome.stall_s, "s")
+            note(f"{case}: stall / memcpy", "elastic", outcome.stall_s / memcpy_s, "x")
+            note(f"{case}: pause", "elastic", pause_s, "s")
+            note(f"{case}: write", "elastic", outcome.write_s, "s")
+    shutil.rmtree(folder / "tensors")
+
+
+def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def many_checkpoints(folder: Path, note: Note) -> None:
+    """The CPU time of a save, with a policy that asks for all manifests, while the folder fills."""
+    state = {"loss": 1.0, **{f"layers.{i}": torch.ones(8) for i in range(1000)}}
+    keep = checkpoints.LatestN(CHECKPOINTS) | checkpoints.BestN(1, "loss")
+    for subject, root in (("one engine", folder / "one"), ("an engine for each", folder / "each")):
+        engine: checkpoints.Engine | None = None
+        for step in range(1, CHECKPOINTS + 1):
+            began_s = time.process_time()
+            engine = engine or checkpoints.Engine(root, keep=keep)
+            outcome = engine.save_async(state, step=step, world=_world()).wait()
+            assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
+            if subject != "one engine":
+                engine.close()
+                engine = None
+            took_s = time.process_time() - began_s
+            if 1 < step <= 11 or step > CHECKPOINTS - 10:
+                count = "1 to 10" if step <= 11 else f"{CHECKPOINTS - 10} to {CHECKPOINTS - 1}"
+                note(f"CPU of a save beside {count} checkpoints", subject, took_s, "s")
+        if engine is not None:
+            engine.close()
+        shutil.rmtree(root)
+
+
+def slow_storage(folder: Path, note: Note) -> None:
+    """Stall and pause while a storage takes 10 MB/s."""
+    state = {f"tensor{i}": torch.randn(SLOW_STATE_BYTES // 32) for i in range(8)}
+    source = torch.cat([tensor.view(torch.uint8) for tensor in state.values()])
+    copies = [torch.ones_like(source) for _ in range(2)]
+    with checkpoints.Engine(_Slow(folder / "slow-storage")) as engine:
+        engine.reserve(state)
+        for step in range(1, SAVES + 1):
+            memcpy_s = timed(functools.partial(copies[step % 2].copy_, source))
+            handle = engine.save_async(state, step=step, world=_world())
+            pause_s = _longest_pause(handle.ended.is_set)
+            outcome = handle.wait()
+            assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
+            note("10 MB/s: stall", "memcpy", memcpy_s, "s")
+            note("10 MB/s: stall", "elastic", outcome.stall_s, "s")
+            note("10 MB/s: stall / memcpy", "elastic", outcome.stall_s / memcpy_s, "x")
+            note("10 MB/s: pause", "elastic", pause_s, "s")
+            note("10 MB/s: write", "elastic", outcome.write_s, "s")
+            note("10 MB/s: write", "raw", source.numel() / SLOW_BYTES_PER_S, "s")
+    shutil.rmtree(folder / "slow-storage")
+
+
+def _world() -> checkpoints.WriterGroup:
+    return checkpoints.WriterGroup(nonce="bench")
+
+
+def _longest_pause(has_ended: Callable[[], bool]) -> float:
+    longest_s, last_s, last_cpu_s = 0.0, time.perf_counter(), time.process_time()
+    while not has_ended():
+        time.sleep(0.001)
+        now_s, cpu_s = time.perf_counter(), time.process_time()
+        longest_s = max(longest_s, min(now_s - last_s, cpu_s - last_cpu_s))
+        last_s, last_cpu_s = now_s, cpu_s
+    return longest_s
+
+
+class _Slow(LocalStorage):
+    """A folder whose files take 10 MB/s."""
+
+    def create(self, path: str) -> WritableFile:
+        return _SlowFile(super().create(path))
+
+
+class _SlowFile:
+    def __init__(self, inner: WritableFile) -> None:
+        self._inner = inner
+        self.sync, self.close = inner.sync, inner.close
+
+    def write(self, data: bytes | memoryview) -> None:
+        time.sleep(memoryview(data).nbytes / SLOW_BYTES_PER_S)
+        self._inner.write(data)
+
+
+if __name__ == "__main__":
+    main()
