@@ -768,6 +768,7 @@ def save(
         section=section,
         pieces=pieces,
         data=data,
+        history=FolderHistory(),
     )
     written = write_unless_committed(storage, attempt, clock)
     if written is None:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from checkpoints.save_plan import SavePlanner
+from checkpoints.tensors import bytes_of
 from elastic.errors import GroupAborted
 from elastic.groups.collectives import complete
 from elastic.groups.group import ProcessGroup
@@ -165,6 +167,19 @@ def graphs() -> dict[str, Any]:
         graph.replay()
         sums.append(float(outputs.sum()))
     return {"sums": sums}
+
+
+def staged() -> dict[str, Any]:
+    """As the state of an optimizer, whose steps are on the CPU between its moments on the GPU."""
+    devices = (DEVICE, "cpu", DEVICE, DEVICE)
+    state = [torch.full((3, 5), float(i), device=devices[i % 4]) for i in range(600)]
+    state += [torch.full((7,), i, device=DEVICE, dtype=torch.float64) for i in range(600)]
+    planned = SavePlanner().plan(state, world_size=1, rank=0)
+    memory = torch.zeros(planned.plan.size_bytes, dtype=torch.uint8, pin_memory=True)
+    planned.copy_into(memory)
+    pieces = zip(planned.plan.pieces, planned.tensors, strict=True)
+    expected = b"".join(bytes(bytes_of(tensor, at)) for (_, at), tensor in pieces)
+    return {"is_exact": memory.numpy().tobytes() == expected}
 
 
 if __name__ == "__main__":

@@ -133,6 +133,10 @@ def test_a_state_on_a_gpu_is_saved_through_pinned_memory(world: SmallWorld, tmp_
     assert "state-restored source='step-" in second.survivors[0].log
 
 
+def test_small_tensors_on_a_gpu_and_on_the_cpu_are_staged_together() -> None:
+    assert scenario("staged")["is_exact"]
+
+
 def test_a_corrupted_cuda_context_ends_its_process(world: SmallWorld, tmp_path: Path) -> None:
     """A failed kernel corrupts the context for all later worlds: retry must not continue."""
     outcome = world.run(script(tmp_path, ASSERTS), tmp_path / "job", size=2, limit_s=300.0)

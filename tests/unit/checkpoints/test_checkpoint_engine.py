@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import linecache
+import os
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +20,7 @@ import checkpoints
 from checkpoints import saving
 from checkpoints.engine import THREAD_NAME, Engine
 from checkpoints.saving import SaveStatus, WriterGroup
-from checkpoints.storage import PatientStorage
+from checkpoints.storage import LocalStorage, PatientStorage
 from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
 from elastic.testing.waiting import eventually
 
@@ -389,6 +390,31 @@ def test_retention_reads_no_manifest_twice() -> None:
     # LatestN keeps 30 and the first save reads what it has not written. Nothing is read later.
     assert read_per_save[0] > 0 and set(read_per_save[1:]) == {0}
     assert 3 in [info.step for info in checkpoints.list_checkpoints(storage)], "the best one"
+
+
+def test_a_writer_for_each_save_reads_no_manifest_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifests: list[str] = []
+
+    def opened(storage: LocalStorage, path: str) -> Any:
+        manifests.extend([path] * path.endswith("manifest.json"))
+        return open_file(storage, path)
+
+    open_file = LocalStorage.open
+    monkeypatch.setattr(LocalStorage, "open", opened)
+    keep = checkpoints.BestN(1, "loss") | checkpoints.LatestN(30)
+    for step in range(1, 21):
+        if step % 2:
+            with Engine(tmp_path, keep=keep) as engine:
+                assert save(engine, {"loss": step}, step, WriterGroup(nonce="aa")).notes == ()
+        else:
+            checkpoints.save(tmp_path, {"loss": step}, step=step, nonce="aa", keep=keep)
+    assert len(set(manifests)) == len(manifests) == 19
+    path = tmp_path / manifests[0]
+    os.utime(path, (1, 1))  # a file that has changed is read again
+    checkpoints.save(tmp_path, {"loss": 21}, step=21, nonce="aa", keep=keep)
+    assert manifests[19:].count(manifests[0]) == 1
 
 
 def test_another_run_that_saves_into_the_same_folder_is_reported() -> None:
