@@ -1,6 +1,6 @@
 """Saves of many tensors, into folders of many checkpoints, and into a slow storage.
 
-Part of ``benchmarks/checkpoint.py``; alone it takes five minutes on two cores. The pause is the
+Part of ``benchmarks/checkpoint.py``; alone it takes a minute on two cores. The pause is the
 longest time for which a thread that wakes up every millisecond did not, or the processor time that
 this process used in it, if that is less: other processes of the machine may take the rest. It is
 what a save's background thread adds to a step while it holds the GIL.
