@@ -66,7 +66,7 @@ def like(state: Any, data: st.DataObject) -> Any:
     return state if kept else data.draw(tensors if isinstance(state, torch.Tensor) else leaves)
 
 
-def outcome(planner: SavePlanner, state: Any, writers: dict[str, int]) -> Any:
+def outcome(planner: SavePlanner, state: Any, writers: dict[str, Any]) -> Any:
     """What would be saved, or the refusal."""
     try:
         planned = planner.plan(state, **writers)
@@ -91,7 +91,10 @@ def test_a_kept_plan_saves_what_a_new_one_would(
 ) -> None:
     planner = SavePlanner()
     for following in (state, like(state, data), like(state, data), state):
-        writers = {"world_size": world_size, "rank": data.draw(st.integers(0, world_size - 1))}
+        writers: dict[str, Any] = {
+            "world_size": world_size,
+            "rank": data.draw(st.integers(0, world_size - 1)),
+        }
         kept = outcome(planner, following, writers)
         assert kept == outcome(SavePlanner(), following, writers)
 
