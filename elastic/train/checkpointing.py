@@ -21,7 +21,6 @@ from checkpoints import (
     CheckpointError,
     CheckpointInfo,
     CheckpointName,
-    Lineage,
     LoadError,
     LoadResult,
     ReadFailed,
@@ -402,26 +401,43 @@ class WriterHistory:
 Locate = Callable[[Root], Root]  # the folder of the job, from the one that was given
 
 
-class Saver:
-    """Finds, loads and saves this job's checkpoints. Does nothing without a policy."""
+def leaving_s() -> float:
+    """The time, in seconds, for a last save in a process that ends with an exception or on request.
+
+    It is derived from the pod's grace period; on SIGTERM it is the rest of that period.
+
+    Raises:
+        ConfigError: the pod's grace period is not a number of seconds.
+    """
+    return intervals.of_environment(os.environ).checkpoint_budget_s
+
+
+class Peers(Enum):
+    """The state of the other ranks while this process flushes its last state."""
+
+    SAVE_AS_WELL = "every rank of the world flushes the same step"
+    ARE_GONE = "some parts will be missing: one of the remaining ranks writes the complete state"
+    CONTINUE = "all ranks hold the state: this rank writes its part"
+
+
+class CheckpointManager:
+    """Finds, loads and saves this job's checkpoints. One per process.
+
+    :meth:`restore` gives all ranks of a new world the same state, :meth:`at_boundary` runs between
+    two steps, and :meth:`flush` commits the state before the process ends. Without a policy nothing
+    is saved, and ``restore`` shares rank 0's initial state.
+    """
 
     def __init__(
-        self,
-        policy: Checkpoints | None,
-        journal: EventSink,
-        *,
-        clock: Clock = SYSTEM_CLOCK,
-        locate: Locate = lambda root: root,
+        self, policy: Checkpoints | None, journal: EventSink, *, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        self._policy = policy
+        leaving_s()  # refuse an invalid grace period now, not at the end
         self._clock = clock
         self._outcomes = OutcomeLog(journal)
-        self.folder = None
-        self._memory: MemoryTier | None = None
-        if policy is not None:
-            self.folder = CheckpointFolder(locate(policy.folder), self._outcomes.skipped)
-            if policy.memory:
-                self._keep_in_memory(policy)
+        self._journal = journal
+        self.flags = ControlFlags()  # to piggyback on each step's gradients
+        self._sent = StepFlags()
+        self._has_stepped = False  # in this world, since the last boundary
         self.writers = WriterHistory()
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
         self.is_permitted: Callable[[], bool] = lambda: True  # this node's agent permits commits
@@ -431,18 +447,31 @@ class Saver:
         self._others_are_stuck = False
         self._is_owed = False  # a save was due while the weights were ahead
         self._memory_limit = MemoryLimit()
-        self.due = Due(policy.saving, clock) if policy else None  # None: closed, too
+        self._policy: Checkpoints | None = None
+        self._memory: MemoryTier | None = None
+        self.folder: CheckpointFolder | None = None
+        self.due: Due | None = None  # None: closed, too
         self.engine: SupervisedEngine | None = None
-        if self.folder is not None:
-            self.engine = SupervisedEngine(
-                self.folder.storage,
-                _AmendableRetention(self),
-                report=self.report,
-                on_death=self._outcomes.writer_died,
-                clock=clock.wall,
-                monotonic=clock.monotonic,
-                sleep=clock.sleep,
-            )
+        self._locate: Locate = lambda root: root
+        if policy is not None:
+            self._open(policy)
+
+    def _open(self, policy: Checkpoints) -> None:
+        """Save by ``policy`` from now on."""
+        self._policy = policy
+        self.folder = CheckpointFolder(self._locate(policy.folder), self._outcomes.skipped)
+        if policy.memory:
+            self._keep_in_memory(policy)
+        self.due = Due(policy.saving, self._clock)
+        self.engine = SupervisedEngine(
+            self.folder.storage,
+            _AmendableRetention(self),
+            report=self.report,
+            on_death=self._outcomes.writer_died,
+            clock=self._clock.wall,
+            monotonic=self._clock.monotonic,
+            sleep=self._clock.sleep,
+        )
 
     def keep_shards_in_memory(self) -> None:
         """Save to the nodes' memory, because no rank holds the complete state, unless the policy
@@ -491,12 +520,6 @@ class Saver:
         """The configuration of checkpoints."""
         return self._policy
 
-    def amend(self, policy: Checkpoints) -> None:
-        """Use another policy from now on, for the same folder."""
-        self._policy = policy
-        assert self.due is not None
-        self.due.when = policy.saving
-
     def check_writable(self, world: World) -> None:
         """Raise ConfigError if this worker cannot write to the folder."""
         if self.folder is not None:
@@ -525,7 +548,63 @@ class Saver:
         assert self.folder is not None
         return self.folder.load(name, job)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether saves are accepted: not without a folder, nor after :meth:`close`."""
+        return self.due is not None
+
+    def fence(self, *, is_superseded: Callable[[], bool], is_permitted: Callable[[], bool]) -> None:
+        """Commit nothing once a newer world is known, or without the agent's permission.
+
+        Both are called on the engine's thread.
+        """
+        self.is_superseded, self.is_permitted = is_superseded, is_permitted
+
+    def locate(self, job_folder: Callable[[str], str]) -> None:
+        """From now on, a relative folder is relative to the job's working folder: ``job_folder``
+        returns it for that of this process. Called before the first world."""
+        self._locate = functools.partial(in_job_folder, job_folder=job_folder)
+        if self._policy is not None and is_relative(self._policy.folder):
+            self._open(self._policy)
+
+    def amend(
+        self,
+        given: Checkpoints | Root | None,
+        when: WhenGiven = None,
+        keep: KeepGiven = None,
+        *,
+        is_restored: bool,
+    ) -> None:
+        """Change how the job saves.
+
+        Raises TrainingError for a folder that is set too late, and ConfigError for contradictory
+        options.
+        """
+        policy = self._policy
+        if policy is not None:
+            self._policy = policy.amended(given, when, keep)
+            if self.due is not None:
+                self.due.when = self._policy.saving
+            return
+        if given is not None and is_restored:
+            folder = given.folder if isinstance(given, Checkpoints) else given
+            raise TrainingError(
+                f"checkpoints={folder} is set after the state was restored",
+                hint="use elastic.join(checkpoints=…): run.retry and run.epochs restore the state",
+            )
+        if (policy := checkpoints_from(given, when=when, keep=keep)) is not None:
+            self._open(policy)
+
     # -- worlds -------------------------------------------------------------------------------
+
+    def restore(self, world: World, job: JobState, *, may_begin: bool = True) -> int:
+        """Give all ranks the same state. Returns the generation with which the job continues.
+
+        It is the world's, or a later one if the checkpoint folder already contains it. Without a
+        checkpoint, all ranks get rank 0's initial state if ``may_begin``; otherwise
+        CheckpointRequired is raised.
+        """
+        return restore(world, job, self, self._journal, may_begin=may_begin)
 
     def resume(self, origin: checkpoints.CheckpointInfo | None, generation: int, step: int) -> None:
         """Save as ``generation`` from now on, which begins at ``step`` with ``origin``'s state."""
@@ -544,8 +623,10 @@ class Saver:
         self.writers.descend(lineage, generation)
         self._saved_step = self._outcomes.committed_step = saved_step
 
-    def enter(self, world: World, job: JobState) -> None:
-        """Save for ``world`` from now on: its state is restored."""
+    def begin_world(self, world: World, job: JobState) -> None:
+        """Save for ``world`` from now on: the state is restored and the same on all ranks."""
+        self._send(StepFlags())
+        self._has_stepped = False
         if self.folder is None or self.due is None or self.engine is None:
             return
         before = self.writers.present
@@ -566,7 +647,7 @@ class Saver:
             generation = self.writers.generation
             self.engine.submit(lambda: self._sweep(generation, world.nonce))
 
-    def leave(self, *, broken: bool) -> None:
+    def end_world(self, *, broken: bool) -> None:
         """End the current world. If it is broken, a dead peer may never write its shares."""
         if self.writers.leave(broken=broken) and self.due is not None:
             self.due.failures += 1
@@ -595,7 +676,40 @@ class Saver:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def at_boundary(self, job: JobState, received: StepFlags | None) -> None:
+    def step_ended(self) -> None:
+        """Called after a step's control flags were exchanged with its gradients."""
+        self._has_stepped = True
+
+    def at_boundary(
+        self, job: JobState, together: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> StepFlags | None:
+        """Between two steps: report finished saves, and begin one if it is due on all ranks.
+
+        Returns the control flags of all ranks, or None if no step ended since the last boundary.
+        ``together``: creates the context for a collective of the world.
+        """
+        if not self.is_open:
+            return None
+        received = None
+        if self._has_stepped:
+            received = self.flags.received()
+            if received is None and self.needs_agreement:
+                with together():
+                    received = ask(self._sent)
+        self._has_stepped = False
+        interval = self.memory_interval
+        if interval is not None and interval.needs_agreement:
+            with together():
+                interval.agree(job.progress.step)
+        self.save_if_due(job, received)
+        return received
+
+    def announce(self, job: JobState, *, is_leaving: bool) -> None:
+        """Choose the control flags that this rank sends with a step's gradients."""
+        if self.is_open:
+            self._send(self._choose_flags(job.progress.step, leaving=is_leaving))
+
+    def save_if_due(self, job: JobState, received: StepFlags | None) -> None:
         """Between two steps: report finished saves, and save on all ranks if it is due.
 
         ``received``: all ranks' control flags of the last step; None if there was no step.
@@ -623,8 +737,12 @@ class Saver:
             self._memory.at_boundary(job, group, is_writer=is_writer)
 
     def before_leaving(self, job: JobState) -> None:
-        """At the boundary at which nodes leave: save on all ranks if the policy saves on the
-        notice, and no earlier boundary knew of it."""
+        """At the boundary at which nodes leave: save if the policy saves on the notice, and the
+        notice was too late for the control flags of the world's last step.
+
+        Without a vote. If a rank learns of the change later still, its share is missing, and the
+        checkpoint is never committed.
+        """
         if self.due is None or self.engine is None or self._others_are_stuck:
             return
         in_flight = int(self.engine.is_busy)
@@ -633,10 +751,10 @@ class Saver:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether the ranks must exchange control flags before :meth:`at_boundary`."""
+        """Whether the ranks must exchange control flags before :meth:`save_if_due`."""
         return self.due is not None and self.due.needs_agreement
 
-    def flags(self, step: int, *, leaving: bool) -> StepFlags:
+    def _choose_flags(self, step: int, *, leaving: bool) -> StepFlags:
         """The control flags that this rank sends in ``step``."""
         assert self.due is not None and self.engine is not None
         wants = self.due.wants(step + 1, self._saved_step, int(self.engine.is_busy))
@@ -682,12 +800,33 @@ class Saver:
             wait_s=wait_s,
         )
 
-    def save_between_worlds(self, job: JobState, budget_s: float) -> bool:
+    def _save_to_memory(self, job: JobState, budget_s: float) -> bool:
         """Write this rank's share to the nodes' memory and wait for it; all ranks leave at this
         step. Returns whether the memory tier is available."""
         if self._memory is not None and (group := self._group) is not None:
             self._memory.save_now(job, group, budget_s)
         return self._memory is not None and self._memory.is_hosted
+
+    def save_between_worlds(self, job: JobState, *, is_last: bool, nodes_leave: bool) -> None:
+        """Save this step, at which all ranks leave the current world and none keeps its state.
+
+        The next world restores from the nodes' memory. If nodes leave, a save to disk begins as
+        well: others may leave before the next world has restored the state. ``is_last``: no world
+        follows, so this returns once the save is on disk.
+        """
+        if not self.is_open:
+            return
+        is_in_memory = self._save_to_memory(job, MEMORY_WAIT_S)
+        if is_last or not is_in_memory:
+            self.flush(job, leaving_s())
+        elif nodes_leave:
+            self.save(job)
+
+    @property
+    def first_memory_step(self) -> int | None:
+        """The job's first save to the nodes' memory is at this step; None: disabled."""
+        interval = self.memory_interval
+        return interval.first_steps if interval is not None else None
 
     def begin_in_memory(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
@@ -704,6 +843,30 @@ class Saver:
         """The writers of the current world; None if they can no longer save together."""
         present = self.writers.present
         return present.group if present is not None and not present.is_over else None
+
+    def flush(self, job: JobState, deadline_s: float, peers: Peers = Peers.SAVE_AS_WELL) -> bool:
+        """Commit the job's current step within ``deadline_s`` seconds.
+
+        Returns whether it is known to be committed; for ``Peers.CONTINUE``, whether this
+        rank's share is written.
+        """
+        if not self.is_open:
+            return False
+        last = LastSave(self, job, deadline_s)
+        if peers is Peers.CONTINUE:
+            return last.share()
+        if peers is Peers.ARE_GONE:
+            return last.alone()
+        return last.together()
+
+    def stop(self) -> None:
+        """Accept no further saves, because the state must not be restored."""
+        self.due = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of writers in the current or last world."""
+        return self.writers.world_size
 
     @property
     def committed_step(self) -> int:
@@ -774,6 +937,10 @@ class Saver:
         if self._memory is not None:
             self._memory.close()
 
+    def _send(self, flags: StepFlags) -> None:
+        self._sent = flags
+        self.flags.send(flags)
+
     # -- outcomes -----------------------------------------------------------------------------
 
     def report(self, outcome: SaveOutcome) -> None:
@@ -791,7 +958,7 @@ class Saver:
 class _AmendableRetention(RetentionPolicy):
     """The current policy, which a script may change during training."""
 
-    def __init__(self, saver: Saver) -> None:
+    def __init__(self, saver: CheckpointManager) -> None:
         self._saver = saver
 
     def select(self, newest_first, look):  # type: ignore[no-untyped-def]
@@ -827,7 +994,7 @@ class LastSave:
     """One attempt to commit the job's current step. ``saver`` has a policy."""
 
     def __init__(
-        self, saver: Saver, job: JobState, budget_s: float, clock: Clock = SYSTEM_CLOCK
+        self, saver: CheckpointManager, job: JobState, budget_s: float, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._saver = saver
         self._job = job
@@ -1037,7 +1204,12 @@ def _place(name: CheckpointName) -> tuple[int, int]:
 
 
 def restore(
-    world: World, job: JobState, saver: Saver, journal: EventSink, *, may_begin: bool = True
+    world: World,
+    job: JobState,
+    saver: CheckpointManager,
+    journal: EventSink,
+    *,
+    may_begin: bool = True,
 ) -> int:
     """Give all ranks the same state. Returns the generation with which the job continues.
 
@@ -1078,14 +1250,16 @@ def restore(
     return source.generation
 
 
-def _resolve(world: World, saver: Saver) -> RestoreSource | None:
+def _resolve(world: World, saver: CheckpointManager) -> RestoreSource | None:
     if world.rank > 0:
         return None
     with busy(READER_THREADS):
         return saver.resolve(world)
 
 
-def _choose_again(world: World, saver: Saver, refused: Sequence[SkippedCheckpoint]) -> str | None:
+def _choose_again(
+    world: World, saver: CheckpointManager, refused: Sequence[SkippedCheckpoint]
+) -> str | None:
     if world.rank > 0:
         return None
     with busy(READER_THREADS):
@@ -1093,7 +1267,7 @@ def _choose_again(world: World, saver: Saver, refused: Sequence[SkippedCheckpoin
 
 
 def _load(
-    world: World, job: JobState, saver: Saver, name: str
+    world: World, job: JobState, saver: CheckpointManager, name: str
 ) -> CheckpointInfo | SkippedCheckpoint:
     """Load a checkpoint on all ranks. If one of them cannot, returns the reason, and no state has
     changed."""
@@ -1189,274 +1363,3 @@ def _non_parameter_tensors(
     return {
         n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0]), device="cpu") for n in names
     }
-
-
-# ----------------------------------------------------------------------------
-# The interface between training and checkpoints, one per process.
-#
-# :meth:`CheckpointManager.restore` gives all ranks of a new world the same state,
-# :meth:`~CheckpointManager.at_boundary` runs between two steps, and
-# :meth:`~CheckpointManager.flush` commits the state before the process ends. Without a policy
-# nothing is saved, and ``restore`` shares rank 0's initial state.
-
-
-def leaving_s() -> float:
-    """The time, in seconds, for a last save in a process that ends with an exception or on request.
-
-    It is derived from the pod's grace period; on SIGTERM it is the rest of that period.
-
-    Raises:
-        ConfigError: the pod's grace period is not a number of seconds.
-    """
-    return intervals.of_environment(os.environ).checkpoint_budget_s
-
-
-class Peers(Enum):
-    """The state of the other ranks while this process flushes its last state."""
-
-    SAVE_AS_WELL = "every rank of the world flushes the same step"
-    ARE_GONE = "some parts will be missing: one of the remaining ranks writes the complete state"
-    CONTINUE = "all ranks hold the state: this rank writes its part"
-
-
-class CheckpointManager:
-    """One per process."""
-
-    def __init__(
-        self, policy: Checkpoints | None, journal: EventSink, *, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
-        leaving_s()  # refuse an invalid grace period now, not at the end
-        self._journal = journal
-        self._clock = clock
-        self._is_superseded: Callable[[], bool] = lambda: False
-        self._is_permitted: Callable[[], bool] = lambda: True
-        self._flags = ControlFlags()
-        self._sent = StepFlags()
-        self._has_stepped = False  # in this world, since the last boundary
-        self._locate: Locate = lambda root: root
-        self._saver = Saver(policy, journal, clock=clock)
-
-    # -- configuration ------------------------------------------------------------------------
-
-    @property
-    def is_on(self) -> bool:
-        """Whether a checkpoint folder is configured."""
-        return self._saver.is_on
-
-    @property
-    def is_open(self) -> bool:
-        """Whether saves are accepted: not without a folder, nor after :meth:`close`."""
-        return self._saver.due is not None
-
-    @property
-    def committed_step(self) -> int:
-        """The step of the newest checkpoint that is known to be on disk."""
-        return self._saver.committed_step
-
-    @property
-    def flags(self) -> ControlFlags:
-        """The control flags to piggyback on each step's gradients."""
-        return self._flags
-
-    def fence(self, *, is_superseded: Callable[[], bool], is_permitted: Callable[[], bool]) -> None:
-        """Commit nothing once a newer world is known, or without the agent's permission.
-
-        Both are called on the engine's thread.
-        """
-        self._is_superseded, self._is_permitted = is_superseded, is_permitted
-        self._saver.is_superseded, self._saver.is_permitted = is_superseded, is_permitted
-
-    def locate(self, job_folder: Callable[[str], str]) -> None:
-        """From now on, a relative folder is relative to the job's working folder: ``job_folder``
-        returns it for that of this process. Called before the first world."""
-        self._locate = functools.partial(in_job_folder, job_folder=job_folder)
-        if self._saver.policy is not None and is_relative(self._saver.policy.folder):
-            self._save_by(self._saver.policy)
-
-    def _save_by(self, policy: Checkpoints | None) -> None:
-        self._saver = Saver(policy, self._journal, clock=self._clock, locate=self._locate)
-        self.fence(is_superseded=self._is_superseded, is_permitted=self._is_permitted)
-
-    def amend(
-        self,
-        given: Checkpoints | Root | None,
-        when: WhenGiven = None,
-        keep: KeepGiven = None,
-        *,
-        is_restored: bool,
-    ) -> None:
-        """Change how the job saves.
-
-        Raises TrainingError for a folder that is set too late, and ConfigError for contradictory
-        options.
-        """
-        policy = self._saver.policy
-        if policy is not None:
-            self._saver.amend(policy.amended(given, when, keep))
-            return
-        if given is not None and is_restored:
-            folder = given.folder if isinstance(given, Checkpoints) else given
-            raise TrainingError(
-                f"checkpoints={folder} is set after the state was restored",
-                hint="use elastic.join(checkpoints=…): run.retry and run.epochs restore the state",
-            )
-        self._save_by(checkpoints_from(given, when=when, keep=keep))
-
-    # -- worlds -------------------------------------------------------------------------------
-
-    def restore(self, world: World, job: JobState, *, may_begin: bool = True) -> int:
-        """Give all ranks the same state. Returns the generation with which the job continues.
-
-        It is the world's, or a later one if the checkpoint folder already contains it. Without a
-        checkpoint, all ranks get rank 0's initial state if ``may_begin``; otherwise
-        CheckpointRequired is raised.
-        """
-        return restore(world, job, self._saver, self._journal, may_begin=may_begin)
-
-    @property
-    def origin(self) -> tuple[Lineage, int, int]:
-        """Lineage, generation and last committed step: the base of the next world's saves."""
-        return self._saver.origin
-
-    def inherit(self, lineage: Lineage, generation: int, saved_step: int) -> None:
-        """Save as ``generation`` from now on; its state comes from a live peer."""
-        self._saver.inherit(lineage, generation, saved_step)
-
-    def begin_world(self, world: World, job: JobState) -> None:
-        """Save for ``world`` from now on: the state is restored and the same on all ranks."""
-        self._send(StepFlags())
-        self._has_stepped = False
-        self._saver.enter(world, job)
-
-    def end_world(self, *, broken: bool) -> None:
-        """End the current world. If it is broken, a dead peer may never write its shares."""
-        self._saver.leave(broken=broken)
-
-    # -- steps --------------------------------------------------------------------------------
-
-    def step_ended(self) -> None:
-        """Called after a step's control flags were exchanged with its gradients."""
-        self._has_stepped = True
-
-    def at_boundary(
-        self, job: JobState, together: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> StepFlags | None:
-        """Between two steps: report finished saves, and begin one if it is due on all ranks.
-
-        Returns the control flags of all ranks, or None if no step ended since the last boundary.
-        ``together``: creates the context for a collective of the world.
-        """
-        if not self.is_open:
-            return None
-        received = None
-        if self._has_stepped:
-            received = self._flags.received()
-            if received is None and self._saver.needs_agreement:
-                with together():
-                    received = ask(self._sent)
-        self._has_stepped = False
-        interval = self._saver.memory_interval
-        if interval is not None and interval.needs_agreement:
-            with together():
-                interval.agree(job.progress.step)
-        self._saver.at_boundary(job, received)
-        return received
-
-    def announce(self, job: JobState, *, is_leaving: bool) -> None:
-        """Choose the control flags that this rank sends with a step's gradients."""
-        if self.is_open:
-            self._send(self._saver.flags(job.progress.step, leaving=is_leaving))
-
-    def before_leaving(self, job: JobState) -> None:
-        """At the boundary at which nodes leave: save if the policy saves on the notice, and the
-        notice was too late for the control flags of the world's last step.
-
-        Without a vote. If a rank learns of the change later still, its share is missing, and the
-        checkpoint is never committed.
-        """
-        self._saver.before_leaving(job)
-
-    def save(self, job: JobState) -> None:
-        """Begin to save this step regardless of the policy, unless it is already saved."""
-        self._saver.save(job)
-
-    def keep_shards_in_memory(self) -> None:
-        """Save to the nodes' memory, because no rank holds the complete state, unless the policy
-        disables that."""
-        self._saver.keep_shards_in_memory()
-
-    @property
-    def first_memory_step(self) -> int | None:
-        """The job's first save to the nodes' memory is at this step; None: disabled."""
-        interval = self._saver.memory_interval
-        return interval.first_steps if interval is not None else None
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether the current state comes from a checkpoint, even one of step 0."""
-        return self._saver.is_resumed
-
-    def save_between_worlds(self, job: JobState, *, is_last: bool, nodes_leave: bool) -> None:
-        """Save this step, at which all ranks leave the current world and none keeps its state.
-
-        The next world restores from the nodes' memory. If nodes leave, a save to disk begins as
-        well: others may leave before the next world has restored the state. ``is_last``: no world
-        follows, so this returns once the save is on disk.
-        """
-        if not self.is_open:
-            return
-        is_in_memory = self._saver.save_between_worlds(job, MEMORY_WAIT_S)
-        if is_last or not is_in_memory:
-            self.flush(job, leaving_s())
-        elif nodes_leave:
-            self._saver.save(job)
-
-    def poll(self) -> None:
-        """Report finished saves and detect hung ones."""
-        self._saver.poll()
-
-    def stop(self) -> None:
-        """Accept no further saves, because the state must not be restored."""
-        self._saver.due = None
-
-    # -- the end ------------------------------------------------------------------------------
-
-    def flush(self, job: JobState, deadline_s: float, peers: Peers = Peers.SAVE_AS_WELL) -> bool:
-        """Commit the job's current step within ``deadline_s`` seconds.
-
-        Returns whether it is known to be committed; for ``Peers.CONTINUE``, whether this
-        rank's share is written.
-        """
-        if not self.is_open:
-            return False
-        last = LastSave(self._saver, job, deadline_s)
-        if peers is Peers.CONTINUE:
-            return last.share()
-        if peers is Peers.ARE_GONE:
-            return last.alone()
-        return last.together()
-
-    @property
-    def world_size(self) -> int:
-        """The number of writers in the current or last world."""
-        return self._saver.writers.world_size
-
-    def wait(self, budget_s: float) -> bool:
-        """Wait until no save is in flight; False after ``budget_s``."""
-        return self._saver.wait(budget_s)
-
-    def finish_writing(self, budget_s: float) -> None:
-        """Wait until this rank's share of every save is written: other ranks may still commit."""
-        self._saver.finish_writing(budget_s)
-
-    def release(self) -> None:
-        """Release the folder for another job: this one has ended."""
-        self._saver.release()
-
-    def close(self, budget_s: float) -> None:
-        """Wait at most ``budget_s`` for this rank's shares, then accept no further saves."""
-        self._saver.close(budget_s)
-
-    def _send(self, flags: StepFlags) -> None:
-        self._sent = flags
-        self._flags.send(flags)

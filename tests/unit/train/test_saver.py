@@ -36,7 +36,7 @@ from elastic.groups.world import World
 from elastic.telemetry.events import CheckpointSaved, CheckpointSkipped, Event
 from elastic.telemetry.log import get_logger
 from elastic.train import checkpointing
-from elastic.train.checkpointing import LastSave, Saver
+from elastic.train.checkpointing import CheckpointManager, LastSave
 from elastic.train.folder import Checkpoints, checkpoints_from
 from elastic.train.run import Run
 from elastic.train.state import JobState
@@ -360,10 +360,10 @@ class Rank:
 
     def __init__(self, storage: checkpoints.Storage, rank: int, size: int) -> None:
         self.journal = EventRecorder()
-        self.saver = Saver(Checkpoints(storage, when=1), self.journal)
+        self.saver = CheckpointManager(Checkpoints(storage, when=1), self.journal)
         self.job = JobState(seed=0)
         self.saver.resume(None, 1, 0)
-        self.saver.enter(world(rank, size, 1), self.job)
+        self.saver.begin_world(world(rank, size, 1), self.job)
 
     def save(self, step: int) -> None:
         self.job.progress.step = step
@@ -371,10 +371,10 @@ class Rank:
 
     def next_world(self, rank: int, size: int, *, broken: bool) -> None:
         lineage, generation, committed = self.saver.origin
-        self.saver.leave(broken=broken)
+        self.saver.end_world(broken=broken)
         ancestor = checkpoints.Ancestor(generation + 1, self.job.progress.step)
         self.saver.inherit((*lineage, ancestor), generation + 1, committed)
-        self.saver.enter(world(rank, size, generation + 1), self.job)
+        self.saver.begin_world(world(rank, size, generation + 1), self.job)
 
 
 @pytest.fixture
@@ -396,7 +396,7 @@ def storage_of(rank: Rank) -> checkpoints.Storage:
 def test_a_save_of_a_broken_world_is_abandoned_and_collected(ranks: list[Rank]) -> None:
     survivor, _ = ranks
     survivor.save(5)  # its peer is gone, and never writes its share
-    survivor.saver.leave(broken=True)  # noticed between two steps, as in a planned change
+    survivor.saver.end_world(broken=True)  # noticed between two steps, as in a planned change
     survivor.next_world(0, 1, broken=False)
     assert survivor.saver.wait(LONG_S)
     assert survivor.journal.saved == [] and "stale" in survivor.journal.skipped[0]
@@ -455,7 +455,7 @@ def test_the_last_save_is_complete_although_a_peer_is_gone(
 def test_one_remaining_rank_writes_the_last_save(ranks: list[Rank], short_timeouts: None) -> None:
     for rank in ranks:
         rank.job.progress.step = 7
-        rank.saver.leave(broken=True)
+        rank.saver.end_world(broken=True)
     saves = [LastSave(rank.saver, rank.job, LONG_S) for rank in ranks]
     threads = [threading.Thread(target=save.together) for save in saves]
     for thread in threads:
@@ -624,7 +624,7 @@ def test_a_hanging_disk_delays_the_end_only_by_the_budget() -> None:
 def test_two_consecutive_failed_saves_cause_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = Saver(Checkpoints(tmp_path / "ckpt"), EventRecorder())
+    saver = CheckpointManager(Checkpoints(tmp_path / "ckpt"), EventRecorder())
     monkeypatch.setattr(get_logger(), "propagate", True)
     ends = [
         SaveStatus.FAILED,
@@ -652,7 +652,7 @@ def test_a_save_that_a_later_one_supersedes_is_no_failure(
 ) -> None:
     """At the end of a job, saves that lack a share are abandoned after the last step is saved."""
     journal = EventRecorder()
-    saver = Saver(Checkpoints(tmp_path / "ckpt"), journal)
+    saver = CheckpointManager(Checkpoints(tmp_path / "ckpt"), journal)
     monkeypatch.setattr(get_logger(), "propagate", True)
     with caplog.at_level(logging.WARNING, "elastic"):
         saver.report(SaveOutcome(step=84, name="step 84", status=SaveStatus.COMMITTED))

@@ -16,7 +16,7 @@ from checkpoints.tiers import TieredStorage
 from elastic.errors import SYSTEM_CLOCK, CheckpointRequired, ConfigError
 from elastic.groups.world import ReplicaMesh, World
 from elastic.train import transfer
-from elastic.train.checkpointing import CheckpointManager, Saver
+from elastic.train.checkpointing import CheckpointManager
 from elastic.train.current import CurrentStep
 from elastic.train.folder import CheckpointFolder, Checkpoints
 from elastic.train.memory import VARIABLE, MemoryInterval, MemoryTier
@@ -171,7 +171,7 @@ def test_only_the_first_replica_writes(
     host: MemoryHost, tmp_path: Path, rank: int, steps: list[int]
 ) -> None:
     journal = SimpleNamespace(emit=lambda event, level=0: None)
-    saver = Saver(Checkpoints(tmp_path / "disk", memory=2), journal)
+    saver = CheckpointManager(Checkpoints(tmp_path / "disk", memory=2), journal)
     job = JobState(seed=0, is_sharded=True)
     world = World(
         generation=1,
@@ -187,10 +187,10 @@ def test_only_the_first_replica_writes(
     )
     saver.keep_shards_in_memory()  # each boundary waits until the previous save is written
     saver.resume(None, 1, 0)
-    saver.enter(world, job)
+    saver.begin_world(world, job)
     for step in (1, 2, 3):
         job.progress.step = step
-        saver.at_boundary(job, None)
+        saver.save_if_due(job, None)
     saver.close(60.0)
     assert saved_steps(host) == steps
 
