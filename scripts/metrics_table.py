@@ -23,8 +23,14 @@ from elastic.agent.metrics import (
     MetricKind,
     MetricSource,
 )
+from elastic.agent.otlp import (
+    OTLP_CLOSE_S,
+    OTLP_EXPORT_S,
+)
 from elastic.telemetry.journal import kebab_name
-from elastic.tuning.intervals import OTLP_CLOSE_S, OTLP_EXPORT_S, STEP_TIMES_S
+from elastic.tuning.intervals import (
+    STEP_TIMES_S,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "metrics.md"

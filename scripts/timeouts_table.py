@@ -31,8 +31,9 @@ INTRODUCTION = """\
 <!-- Written by scripts/timeouts_table.py from elastic/tuning and checkpoints/intervals.py. -->
 # Timeouts
 
-Every interval of a job has one place: `elastic/tuning`, and `checkpoints/intervals.py` for the
-checkpoint library, which does not import `elastic`. Times are in seconds (`_MS`: milliseconds).
+The intervals of a job that can be set, and those that several modules share (`elastic/tuning`;
+`checkpoints/intervals.py` for the checkpoint library). Others are constants of the module that
+uses them, with their reason. Times are in seconds (`_MS`: milliseconds).
 [Tuning](how-to/tune.md) states which ones to raise or lower for a cluster; `elastic env` prints
 the settings of torch's and NCCL's own timeouts.
 
@@ -56,7 +57,7 @@ Sets that contradict each other are refused when an agent starts, before anythin
 
 """
 FIXED = """
-## Fixed
+## Fixed, and shared
 
 These follow from the protocol, from torch or from the kernel. They are constants, not options.
 Connections between nodes have their own limits (`elastic/wire/base.py`), and so has the

@@ -24,9 +24,12 @@ from elastic.membership.failures import (
 from elastic.membership.records import BreakageRecord, Done, FailureRecord, Keys, WorldRecord
 from elastic.membership.view import MemberStatus, Proposal, StepRate
 from elastic.tracebacks import condense, exception_line, innermost_place
-from elastic.tuning.intervals import BUILD_BACKOFF_CAP_S
 from elastic.tuning.options import AgentOptions
 from elastic.wire.messages import Cause, WorldState
+
+# If the group of the same members repeatedly cannot be built, each further attempt waits twice as
+# long, from a second up to this: a network that returns is used soon.
+BUILD_BACKOFF_CAP_S = 30.0
 
 # ----------------------------------------------------------------------------
 # Breakages as stored in a world's record, for the next leader and the failure timeline.

@@ -18,7 +18,14 @@ from elastic.membership.records import Done, NodeState, WorldRecord, decode
 from elastic.telemetry.events import FailureTimelineWritten, JobEnded, NodeParked
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import ANNOUNCE_S, MAIN_THREAD_SLICE_S, UNANNOUNCED_S
+from elastic.tuning.intervals import (
+    ANNOUNCE_S,
+    MAIN_THREAD_SLICE_S,
+)
+
+# The workers of a leaving node are asked to leave without a world if none is announced within this:
+# the share of leave_grace_s before the last save. If the store is known to fail, after ANNOUNCE_S.
+UNANNOUNCED_S = 4.0
 
 # ----------------------------------------------------------------------------
 # The node's actions when the job has ended: the journal, and the failure timeline.

@@ -18,8 +18,14 @@ from elastic.agent.node import NodeStatus
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
 from elastic.membership.records import Done, Node, NodeState, WorldRecord
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import HEALTH_ACCEPT_AGAIN_S, HEALTH_CONNECTION_S, HEALTH_TURN_S
 from elastic.wire.messages import WorldState
+
+# A connection to a probe or to /metrics is closed after this: clients send one short request.
+HEALTH_CONNECTION_S = 2.0
+# The server's thread runs this often, and closes expired connections.
+HEALTH_TURN_S = 0.2
+# Pause after no file descriptor was free for a connection.
+HEALTH_ACCEPT_AGAIN_S = 0.05
 
 # ----------------------------------------------------------------------------
 # An agent's responses to ``/livez`` and ``/readyz``. Pure: facts in, a verdict out.

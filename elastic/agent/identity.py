@@ -14,7 +14,9 @@ import tenacity
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
 from elastic.membership.records import ProcessDigest, ProcessIdentity
 from elastic.store.client import Endpoint
-from elastic.tuning.intervals import RESOLVE_AGAIN_S
+
+# Between two lookups of a pod's name, which is registered a moment after the pod starts.
+RESOLVE_AGAIN_S = 0.5
 
 # ----------------------------------------------------------------------------
 # The address of this node for the others, resolved once, before it is published.

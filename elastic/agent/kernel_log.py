@@ -18,7 +18,9 @@ from pathlib import Path
 from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.hangs.kernel import is_relevant
 from elastic.membership.failures import RULES
-from elastic.tuning.intervals import KERNEL_LOG_READ_S
+
+# To read the kernel's log since the start of the workers, while the node's thread waits.
+KERNEL_LOG_READ_S = 0.2
 
 KMSG = Path("/dev/kmsg")
 _RECORD_BYTES = 8192  # the longest record (CONSOLE_EXT_LOG_MAX, kernel/printk/internal.h)

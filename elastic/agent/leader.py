@@ -51,16 +51,24 @@ from elastic.telemetry.events import (
     Waiting,
     WorldFormed,
 )
-from elastic.tuning.intervals import (
-    ADOPTION_WAIT_S,
-    LEADER_IDLE_S,
-    LEADER_UNLISTED_S,
-    RECHECK_S,
-    STEP_RATE_AGAIN_S,
-    STEP_RATE_JOINING_S,
-    STEP_RATE_LEAVING_S,
-)
 from elastic.wire.messages import Cause, WorldReference, WorldState
+
+# A new leader waits this long for running worlds to be registered: longer than the cap of the
+# watch's back-off (STORE_BACKOFF_CAP_S), so that after a wipe every agent has registered again.
+ADOPTION_WAIT_S = 1.5
+# A planned world waits this long for the first report of a step before it interrupts one, if a node
+# is leaving, which has little time.
+STEP_RATE_LEAVING_S = 1.0
+# The same if nodes only join, which is not urgent.
+STEP_RATE_JOINING_S = 5.0
+# The leader checks for the report of a step this often.
+STEP_RATE_AGAIN_S = 0.05
+# The leader probes a silent node this often.
+RECHECK_S = 0.5
+# An idle leader runs again after this; changes wake it through its watch.
+LEADER_IDLE_S = 5.0
+# The same, before its watch has listed the nodes.
+LEADER_UNLISTED_S = 1.0
 
 # ----------------------------------------------------------------------------
 # Probes of the nodes whose liveness is in question, on separate threads.

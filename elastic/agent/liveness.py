@@ -15,13 +15,24 @@ from msgspec import Meta
 from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.membership.view import Liveness
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import HEARTBEAT_S, LIVENESS_CONNECT_S, PROBE_AGAIN_S, RECENT_LOSS_S
+from elastic.tuning.intervals import (
+    RECENT_LOSS_S,
+)
 from elastic.wire import base, typed_json
 from elastic.wire.base import Limits, ProtocolError
 from elastic.wire.channel import Channel
 from elastic.wire.handshake import Credentials, SecretKey
 from elastic.wire.hub import Connection, Handler, Hub, listen
 from elastic.wire.tls import Tls
+
+# Each node sends a heartbeat to the leader over their connection this often, without any write to
+# etcd.
+HEARTBEAT_S = 2.0
+# To connect to a peer that may be suspected: longer than a handshake on a busy machine, shorter
+# than a lease.
+LIVENESS_CONNECT_S = 1.0
+# After a connection to a peer was reset: its agent may be restarting.
+PROBE_AGAIN_S = 0.05
 
 # ----------------------------------------------------------------------------
 # Heartbeats of nodes, for users: `elastic status` shows each one's age and step.

@@ -28,7 +28,6 @@ from elastic.agent.metrics import (
 )
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import OTLP_CLOSE_S, OTLP_EXPORT_S
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import (
@@ -38,6 +37,13 @@ if TYPE_CHECKING:
         NumberDataPoint,
     )
     from opentelemetry.sdk.resources import Resource
+
+# Between two exports of a node's metrics by OTLP (OTEL_METRIC_EXPORT_INTERVAL): the default of
+# OpenTelemetry's specification.
+OTLP_EXPORT_S = 60.0
+# A terminating agent waits this long for the last export, and as long again for the thread: a
+# collector that hangs does not prevent a node from leaving.
+OTLP_CLOSE_S = 2.0
 
 SWITCH = "ELASTIC_OTEL"
 INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"  # in milliseconds

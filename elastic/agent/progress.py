@@ -24,7 +24,12 @@ from elastic.membership.progress import (
 )
 from elastic.store.keyvalue import Lease
 from elastic.telemetry.ledger import ProgressAccount
-from elastic.tuning.intervals import PROGRESS_IDLE_S, PROGRESS_S
+from elastic.tuning.intervals import (
+    PROGRESS_S,
+)
+
+# The same if only heartbeats have changed, as in a job without progress.
+PROGRESS_IDLE_S = 5.0
 
 
 class ProgressWriter:

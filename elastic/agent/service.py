@@ -85,19 +85,29 @@ from elastic.telemetry.events import (
 )
 from elastic.tuning.intervals import (
     ASK_MEMBERS_S,
-    FINISH_WHEN_FULL_S,
     FINISH_WITHOUT_STORE_S,
-    FROZEN_S,
-    LEAVING_WORLD_S,
     MAIN_THREAD_SLICE_S,
     NODE_IDLE_S,
-    NODE_RETRY_S,
-    STORE_AWAY_S,
+    STORE_SILENCE_S,
     peer_silence_s,
     permission_s,
 )
 from elastic.wire.handshake import Credentials
 from elastic.wire.messages import WorldState
+
+# The same where the store answers that it is full: a few attempts, in case it was freed meanwhile.
+FINISH_WHEN_FULL_S = 2.0
+# The node's thread retries this long after the store did not respond.
+NODE_RETRY_S = 0.5
+# A leaving node waits this long for the world without it; otherwise the others detect the end of
+# its lease.
+LEAVING_WORLD_S = 2.0
+# The store counts as unreachable after twice the silence after which its watch is checked.
+STORE_AWAY_S = 2 * STORE_SILENCE_S
+# The node's thread runs every second (NODE_IDLE_S). After a longer pause than this, the process may
+# have been frozen while etcd was reachable: it gets this long to reach etcd again. Its workers'
+# permission to train was not extended meanwhile.
+FROZEN_S = 5.0
 
 # ----------------------------------------------------------------------------
 # Whether a node may join a job, and why it waits: it must run with the same limits and version as

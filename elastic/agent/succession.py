@@ -15,7 +15,9 @@ from elastic.membership.records import Keys, Leader, Node, NodeState, WorldRecor
 from elastic.membership.view import Liveness
 from elastic.store.keyvalue import Entry, KeyValue, Lease
 from elastic.telemetry.events import LeaderChanged
-from elastic.tuning.intervals import FOLLOW_AGAIN_S
+
+# A follower that could not follow the leader's key retries after this.
+FOLLOW_AGAIN_S = 0.5
 
 # ----------------------------------------------------------------------------
 # Leader election: which node proposes worlds. If a node wrongly believes that it is the leader,

@@ -85,10 +85,7 @@ from elastic.telemetry.events import (
 )
 from elastic.tuning.intervals import (
     ASK_MEMBERS_S,
-    MAX_COUNTED_S,
-    NOT_READY_S,
-    REPLICA_FORMS_ON_DEVICE_S,
-    REPLICA_FORMS_S,
+    NODE_IDLE_S,
 )
 from elastic.wire.messages import (
     NodeReplica,
@@ -98,6 +95,19 @@ from elastic.wire.messages import (
     WorldState,
     derive,
 )
+
+# The ranks of a replica on one node meet once all of them are in elastic.join(): in milliseconds;
+# the rest is a margin for busy machines. After this, they are ended and replaced.
+REPLICA_FORMS_S = 30.0
+# The same on GPUs, where they also create CUDA contexts and NCCL communicators: tens of seconds if
+# drivers and file systems are slow.
+REPLICA_FORMS_ON_DEVICE_S = 300.0
+# A node logs the names of workers that keep others waiting for this long, and again after twice the
+# time.
+NOT_READY_S = 30.0
+# The most that a pause of the node's thread counts for REPLICA_FORMS_S and NOT_READY_S: twice
+# NODE_IDLE_S. During a longer one the node was frozen.
+MAX_COUNTED_S = 2 * NODE_IDLE_S
 
 # ----------------------------------------------------------------------------
 # The message that announces a world to one worker of this node.

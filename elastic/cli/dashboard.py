@@ -67,10 +67,14 @@ from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.log import duration, printable, timestamp
 from elastic.tuning.intervals import (
     DASHBOARD_DRAIN_S,
-    DASHBOARD_PING_S,
-    DASHBOARD_REQUEST_S,
-    DASHBOARD_RETRY_S,
 )
+
+# A request to the dashboard must arrive completely within this: its few headers fit one packet.
+DASHBOARD_REQUEST_S = 10.0
+# The dashboard's server sends a message to an idle page this often: proxies close silent streams.
+DASHBOARD_PING_S = 15.0
+# A page that has lost its server reconnects after this.
+DASHBOARD_RETRY_S = 1.0
 
 # ----------------------------------------------------------------------------
 # Access control of the page: pure decisions on the headers of a request.

@@ -18,12 +18,18 @@ from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.log import duration, get_logger, printable
 from elastic.telemetry.reader import UNNAMED_RUNS, JournalFolder, JournalRecord
 from elastic.tuning.intervals import (
-    DASHBOARD_CHARTS_S,
     DASHBOARD_DRAIN_S,
-    DASHBOARD_ETCD_S,
-    DASHBOARD_JOURNALS_S,
-    DASHBOARD_RECONNECT_S,
 )
+
+# `elastic dashboard` polls etcd this often, once for all of its clients, so that a page shows a
+# loss within two seconds.
+DASHBOARD_ETCD_S = 1.0
+# `elastic dashboard` checks the journals for new lines this often.
+DASHBOARD_JOURNALS_S = 0.5
+# `elastic dashboard` redraws its charts this often; a change of the world is drawn at once.
+DASHBOARD_CHARTS_S = 15.0
+# Pause before `elastic dashboard` connects to etcd again after a failed attempt.
+DASHBOARD_RECONNECT_S = 1.0
 
 # ----------------------------------------------------------------------------
 # The state that the page shows at one moment. Immutable: it is passed between threads.

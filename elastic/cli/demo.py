@@ -35,8 +35,17 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.telemetry.journal import ENVELOPE
 from elastic.telemetry.reader import JournalFolder, JournalRecord, merge, read_folder
 from elastic.testing.ledger import LedgerError, LedgerReader, RunLedger
-from elastic.tuning.intervals import CLI_POLL_S, DEMO_PATIENCE_S, DEMO_STEP_S, DEMO_TIMEOUT_S
+from elastic.tuning.intervals import (
+    CLI_POLL_S,
+)
 from elastic.tuning.options import MODES
+
+# Duration of a step of the demo, slow enough to watch.
+DEMO_STEP_S = 0.06
+# Default timeout of the demo: ten times its duration on an idle laptop.
+DEMO_TIMEOUT_S = 300.0
+# For a node of the demo to start and join.
+DEMO_PATIENCE_S = 180.0
 
 # ----------------------------------------------------------------------------
 # The demo's schedule: kill a node in the middle of an epoch, later add one. Pure.

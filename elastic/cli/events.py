@@ -21,7 +21,9 @@ from elastic.cli.view import age, job_store, keys_of, read_job
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, StoreUnreachable
 from elastic.telemetry.log import printable, timestamp
 from elastic.telemetry.reader import UNNAMED_RUNS, JournalFolder, JournalRecord, merge
-from elastic.tuning.intervals import FOLLOW_S
+
+# Polling interval of `elastic events --follow`.
+FOLLOW_S = 0.3
 
 # Fields that begin each line, or that are not useful to people.
 _ENVELOPE = frozenset({"event", "seq", "time", "monotonic", "writer", "node", "node_id"})

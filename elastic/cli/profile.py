@@ -17,7 +17,12 @@ from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, JobFailed
 from elastic.membership.records import Done, Keys, Node, Profile, WorldRecord, decode, encode
 from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.log import printable
-from elastic.tuning.intervals import PROFILE_LEASE_S, PROFILE_REQUEST_S
+
+# `elastic profile` keeps its request for this long: by then all watching agents have received it.
+PROFILE_REQUEST_S = 3.0
+# The shortest lease of that request, which removes it if the command is killed: longer than one
+# call.
+PROFILE_LEASE_S = 10.0
 
 _RANKS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _MAX_RANKS = 100_000

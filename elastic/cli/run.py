@@ -31,7 +31,15 @@ from elastic.cli import arguments, bound_to_parent
 from elastic.cli.arguments import CommandParser, nearest
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
 from elastic.tuning.environment import human
-from elastic.tuning.intervals import CLI_BAR_S, CLI_POLL_S, CLI_TOO_FEW_S
+from elastic.tuning.intervals import (
+    CLI_POLL_S,
+)
+
+# How often a progress bar of a local node is printed as a line. It is redrawn ten times a second.
+CLI_BAR_S = 5.0
+# How long local agents may run if others have failed and too few remain for the job: they wait for
+# nodes that will not be started.
+CLI_TOO_FEW_S = 5.0
 
 # ----------------------------------------------------------------------------
 # torchrun's argument parser without the import of torch, which takes seconds.

@@ -20,10 +20,14 @@ import tenacity
 from elastic.errors import SYSTEM_CLOCK, Clock, ClusterRefused, ClusterUnreachable, ConfigError
 from elastic.tuning.intervals import (
     CLUSTER_BACKOFF_CAP_S,
-    CLUSTER_CALL_S,
     CLUSTER_FIRST_BACKOFF_S,
-    CLUSTER_PATIENCE_S,
 )
+
+# One call to Kubernetes' API server.
+CLUSTER_CALL_S = 10.0
+# How long requests to the API server are retried: longer than its unavailability during an upgrade
+# of the control plane.
+CLUSTER_PATIENCE_S = 600.0
 
 CREDENTIALS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # The token was rotated; a conflicting change; too many requests; temporarily unavailable.

@@ -14,7 +14,9 @@ from elastic.cli.view import JobCondition, JobView, incident, job_store, keys_of
 from elastic.errors import SYSTEM_CLOCK, StoreUnreachable
 from elastic.membership.records import BreakageRecord, Keys, Node
 from elastic.telemetry.log import duration, printable, shorten
-from elastic.tuning.intervals import STATUS_WATCH_S
+
+# Refresh interval of `elastic status --watch`: each refresh is one read of a few keys.
+STATUS_WATCH_S = 2.0
 
 # ----------------------------------------------------------------------------
 # A job's status as JSON: the documents of ``elastic status -o json``, ``/api/status`` and

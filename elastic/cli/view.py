@@ -31,13 +31,19 @@ from elastic.store.client import etcd_config
 from elastic.store.keyvalue import Entry, KeyValue
 from elastic.telemetry.log import duration, printable
 from elastic.tuning.intervals import (
-    HEARTBEAT_LATE_S,
     PROGRESS_S,
     RECENT_LOSS_S,
-    SAY_CONNECTING_S,
-    SILENT_SCRIPT_S,
 )
 from elastic.wire.messages import WorldState
+
+# An older heartbeat is shown as late: a node's thread may wait for one call to etcd, and the leader
+# writes the received heartbeats every few seconds.
+HEARTBEAT_LATE_S = 15.0
+# A script that has not called elastic.join() after this long in a world is assumed never to do so:
+# its nodes count as training, although no steps are reported. Imports take less.
+SILENT_SCRIPT_S = 120.0
+# A command logs that it is connecting to etcd if that takes longer: it may take connect_timeout_s.
+SAY_CONNECTING_S = 1.0
 
 # ----------------------------------------------------------------------------
 # Connects a read-only command to the store of the job named on the command line.

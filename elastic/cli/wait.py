@@ -22,7 +22,11 @@ from elastic.cli.view import (
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, StoreUnreachable
 from elastic.membership.records import Done, Outcome
 from elastic.telemetry.log import printable
-from elastic.tuning.intervals import WAIT_LOOK_S, WAIT_TIMEOUT_S
+
+# Polling interval of `elastic wait`.
+WAIT_LOOK_S = 0.5
+# Default timeout of `elastic wait`, the same as in kubectl.
+WAIT_TIMEOUT_S = 30.0
 
 TIMED_OUT = 124  # as in timeout(1)
 ENDED_OTHERWISE = 1

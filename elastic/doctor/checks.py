@@ -41,19 +41,28 @@ from elastic.store.etcd import EtcdStore
 from elastic.store.keyvalue import KeyValue, Put, Reset, WatchEvent
 from elastic.tuning.environment import RUNTIME_SHM_BYTES, human
 from elastic.tuning.intervals import (
-    CERTIFICATE_WARNING_S,
-    CLOCK_SKEW_WARNING_S,
-    DOCTOR_ETCD_CALL_S,
-    DOCTOR_ETCD_CONNECT_S,
-    DOCTOR_KILLED_S,
     DOCTOR_LEASE_S,
     DOCTOR_MIN_WAIT_S,
-    SLOW_ETCD_MS,
-    SLOW_FSYNC_MS,
-    TOO_SLOW_ETCD_MS,
 )
 from elastic.tuning.network import Network, faster_interface, how_to_announce
 from elastic.tuning.options import AgentOptions
+
+# How long a probe's process is waited for after its SIGKILL: one in a hung system call never ends.
+DOCTOR_KILLED_S = 0.2
+# First contact with etcd. One call of an agent has the same limit (STORE_CALL_S).
+DOCTOR_ETCD_CONNECT_S = 5.0
+# One call to etcd, and the first event of a watch.
+DOCTOR_ETCD_CALL_S = 5.0
+# Above this median, etcd's disk or network is slow: etcd recommends 10 ms for an fsync.
+SLOW_ETCD_MS = 100.0
+# Above this median, renewals of a lease of 4 s, due every third of it, are late.
+TOO_SLOW_ETCD_MS = 1000.0
+# A certificate that expires sooner is reported: two weeks are enough to issue another one.
+CERTIFICATE_WARNING_S = 14 * 86400.0
+# A slower fsync of a small file in the checkpoint folder delays every commit.
+SLOW_FSYNC_MS = 500.0
+# Larger clock differences make logs of several nodes hard to read, and certificates invalid.
+CLOCK_SKEW_WARNING_S = 1.0
 
 # ----------------------------------------------------------------------------
 # The result type of every check.

@@ -23,13 +23,19 @@ from elastic.doctor.network import AllGather, Participant
 from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.tuning.environment import human
 from elastic.tuning.intervals import (
-    DOCTOR_END_S,
-    DOCTOR_EXCHANGE_MARGIN_S,
     DOCTOR_MIN_WAIT_S,
-    DOCTOR_MPI_POLL_S,
-    DOCTOR_OTHER_RANKS_S,
-    DOCTOR_START_S,
 )
+
+# Rank processes start: the import of torch on a busy machine.
+DOCTOR_START_S = 120.0
+# After one rank has failed the others cannot succeed; they may still report their operation.
+DOCTOR_OTHER_RANKS_S = 2.0
+# A rank process that has closed its output ends, or is killed.
+DOCTOR_END_S = 2.0
+# The ranks of one node may finish at once while those of another wait for their deadline.
+DOCTOR_EXCHANGE_MARGIN_S = 15.0
+# Polling interval for the output of ranks that mpirun has started.
+DOCTOR_MPI_POLL_S = 0.1
 
 # ----------------------------------------------------------------------------
 # Turns the reports of all ranks into findings. Pure.

@@ -32,9 +32,14 @@ from elastic.errors import CoordinationError
 from elastic.membership.records import Keys
 from elastic.store.client import etcd_config
 from elastic.store.etcd import EtcdStore
-from elastic.tuning.intervals import DOCTOR_DEADLINE_S, DOCTOR_JOIN_S
 from elastic.tuning.network import configured_address, read_network
 from elastic.tuning.options import AgentOptions
+
+# One collective, or one probe of the machine, may be silent this long (--deadline). The slowest
+# one, the first NCCL collective of a process, takes several seconds.
+DOCTOR_DEADLINE_S = 20.0
+# How long the nodes wait for each other (--join-timeout): a script or a person starts them.
+DOCTOR_JOIN_S = 60.0
 
 Say = Callable[[str], None]
 

@@ -25,15 +25,22 @@ from elastic.membership.records import Keys, Leader, Node, decode
 from elastic.store.client import Endpoint
 from elastic.store.keyvalue import Deleted, Entry, KeyValue, Put, Reset, WatchEvent
 from elastic.tuning.intervals import (
-    DOCTOR_BANDWIDTH_S,
     DOCTOR_LEASE_S,
-    DOCTOR_PAIR_CONNECT_S,
-    DOCTOR_SERVER_TURN_S,
-    PREFLIGHT_CONNECT_S,
-    PREFLIGHT_PROBES_S,
 )
 from elastic.tuning.network import LOOPBACK, Network, configured_address, interface_towards
 from elastic.tuning.options import AgentOptions
+
+# The servers of the checks between nodes check this often whether to end.
+DOCTOR_SERVER_TURN_S = 0.05
+# A TCP connection to a port of another node: three SYN packets (at 0, 1 and 3 s) on a lossy
+# network.
+DOCTOR_PAIR_CONNECT_S = 3.0
+# Data is sent to each address of another node for this long: enough for TCP to reach its speed.
+DOCTOR_BANDWIDTH_S = 0.3
+# The probes of the preflight, which an agent runs before it joins, while it starts.
+PREFLIGHT_PROBES_S = 10.0
+# A connection of the preflight to a port of the leader: one repeated SYN.
+PREFLIGHT_CONNECT_S = 1.5
 
 # ----------------------------------------------------------------------------
 # The part of the preflight that a worker can request: ``elastic.join(preflight=True)``.

@@ -18,7 +18,11 @@ import torch.distributed as dist
 
 from elastic.doctor.checks import die_with_parent, has_gpu_driver
 from elastic.errors import SYSTEM_CLOCK
-from elastic.tuning.intervals import DOCTOR_RAW_CONNECT_S, DOCTOR_SLOW_ROUND_TRIP_S
+
+# A message size whose round trip takes longer ends the series of measurements.
+DOCTOR_SLOW_ROUND_TRIP_S = 2.0
+# The raw TCP stream between two ranks, for the comparison with torch: both are about to connect.
+DOCTOR_RAW_CONNECT_S = 10.0
 
 # ----------------------------------------------------------------------------
 # The speed of messages of each size, through torch and through a plain TCP stream.

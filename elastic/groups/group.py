@@ -54,18 +54,31 @@ from elastic.telemetry.log import get_logger
 from elastic.tuning import environment, intervals
 from elastic.tuning.environment import TUNED
 from elastic.tuning.intervals import (
-    ABORT_AGAIN_S,
-    BUILD_CONNECT_AGAIN_S,
-    BUILD_GRACE_S,
-    BUILD_LOOK_S,
     BUILD_MIN_S,
-    DEADLINE_TICK_S,
     DRAIN_S,
-    LAST_RESORT_S,
-    OWN_CONNECT_S,
 )
 from elastic.wire import base
 from elastic.wire.base import PEER_SILENCE_S
+
+# While a group is being built, its sockets appear one after the other: the new ones are shut down
+# this often.
+ABORT_AGAIN_S = 0.005
+# An abandoned build may wait for a dead peer to connect. Its own process connects instead, and
+# again after this, because it shuts sockets down meanwhile.
+BUILD_CONNECT_AGAIN_S = 0.05
+# For a process to connect to its own abandoned build, within one machine.
+OWN_CONNECT_S = 1.0
+# A group is built in milliseconds. If one is not connected after this, a peer does not respond: the
+# connections begun since the last check get their limit (peer_silence_s).
+BUILD_LOOK_S = 0.25
+# After its limit a build ends and reports which rank is missing, unless it hangs.
+BUILD_GRACE_S = 0.5
+# This long after the limit of an abort, a timer without Python ends the process if the deadline in
+# Python has not, because a thread holds the interpreter lock.
+LAST_RESORT_S = 2.0
+# A deadline that ends the process counts ticks of this length: a machine that was frozen counts
+# one.
+DEADLINE_TICK_S = 0.05
 
 # ----------------------------------------------------------------------------
 # Deadlines for calls that cannot be interrupted, and the end of a process that is stuck in one.

@@ -23,12 +23,18 @@ from elastic.groups.faults import causes, is_world_fault
 from elastic.hangs.page import COLLECTIVE, Flag, Phase, on_host, phases
 from elastic.torch_private import not_compiled
 from elastic.tuning.intervals import (
-    DRAIN_SLICE_S,
-    GLOO_SLICE_MS,
     LONG_WAIT_S,
-    STREAM_SLICE_S,
     WORKER_SLICE_S,
 )
+
+# How often a drain is checked.
+DRAIN_SLICE_S = 0.0005
+# Length of one wait inside gloo. Each costs as much as a few lines of Python; an abort is noticed
+# at its end, unless gloo reports it earlier.
+GLOO_SLICE_MS = 20
+# Polling interval for a collective that is queued on a device: within 1/50 of a millisecond a
+# small collective ends.
+STREAM_SLICE_S = 20e-6
 
 # ----------------------------------------------------------------------------
 # The meaning of a collective's work, by backend: done on the host, or queued on a device's stream.

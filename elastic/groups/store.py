@@ -27,11 +27,7 @@ from elastic.groups.world import World, fresh_nonce
 from elastic.telemetry.log import get_logger
 from elastic.tuning.intervals import (
     BUILD_MIN_S,
-    DISCOVERY_LOOK_S,
-    FIRST_LOOK_S,
     SLOWEST_LOOK_S,
-    STORE_HOST_PROBE_S,
-    WORLD_STORE_SLICE_S,
 )
 from elastic.wire import base
 from elastic.wire.base import PEER_SILENCE_S, Limits, ProtocolError
@@ -39,6 +35,15 @@ from elastic.wire.channel import Channel
 from elastic.wire.handshake import Credentials, SecretKey
 from elastic.wire.hub import Connection, Handler, Hub
 from elastic.wire.tls import Tls, TlsFiles
+
+# Polling interval for a newer world while the store's port refuses connections.
+STORE_HOST_PROBE_S = 0.1
+# The first polling pause for a missing key; each further one is twice as long.
+FIRST_LOOK_S = 0.001
+# Polling interval for the other ranks of a world that no agent has announced.
+DISCOVERY_LOOK_S = 0.02
+# A call to the store checks this often whether to give up; signal handlers run as well.
+WORLD_STORE_SLICE_S = 0.1
 
 # ----------------------------------------------------------------------------
 # A store for the ranks of one world, in Python, because of three limitations of TCPStore.

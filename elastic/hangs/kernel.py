@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic.errors import SYSTEM_CLOCK
-from elastic.tuning.intervals import KERNEL_LOG_S, WAIT_CHANNEL_LOOK_S
+
+# The report contains lines of the kernel's log up to this age: older ones are unrelated to the
+# hang.
+KERNEL_LOG_S = 600.0
+# A thread that sleeps most of the time is looked at again after this, then after twice as long,
+# until it is seen asleep, or 0.13 s have passed.
+WAIT_CHANNEL_LOOK_S = 0.002
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _AFTER_NAME = 3  # proc(5) counts the fields of stat from 1, and state is the third

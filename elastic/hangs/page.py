@@ -22,12 +22,17 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from elastic.tuning.intervals import (
-    BUSY_POLL_S,
-    HANG_FIRST_STEPS_S,
-    HANG_SUSPICION_S,
     STEP_SUMS_S,
     Timeouts,
 )
+
+# The first steps of a world allocate, tune and compile: each may take this long.
+HANG_FIRST_STEPS_S = 300.0
+# A rank is reported to the leader after a part of its budget, but at least this: shorter silences
+# occur on busy machines.
+HANG_SUSPICION_S = 0.4
+# While a checkpoint is read, the CPU time of its threads is read this often, for the hang detector.
+BUSY_POLL_S = 1.0
 
 # ----------------------------------------------------------------------------
 # The facts about each rank when the job makes no progress: the input of a verdict.

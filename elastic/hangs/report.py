@@ -25,7 +25,10 @@ from elastic.hangs.watch import HangWatch, WatchedWorker
 from elastic.telemetry.events import HangFound, HangOver
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import HANG_REPORT_WRITTEN_S
+
+# To write a report, or to query the free space of a disk. The worker may hang because of that file
+# system, so the agent waits no longer.
+HANG_REPORT_WRITTEN_S = 5.0
 
 # ----------------------------------------------------------------------------
 # The hang report: all facts at the moment of a verdict, as text for users and as JSON.

@@ -30,7 +30,13 @@ from pathlib import Path
 from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.hangs.kernel import is_stopped
 from elastic.hangs.page import StackGroup
-from elastic.tuning.intervals import STACKS_DUMPED_S, STACKS_POLL_S, STACKS_PY_SPY_S
+
+# For a worker to begin to write its stacks after the signal, and to finish.
+STACKS_DUMPED_S = 3.0
+# How often the agent checks whether the stacks are written.
+STACKS_POLL_S = 0.01
+# For py-spy to read the stacks of a process.
+STACKS_PY_SPY_S = 5.0
 
 NAME = "elastic-stacks"
 # tgkill(2), by number: glibc has a wrapper only since 2.30.

@@ -74,7 +74,7 @@ from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_orig
 from elastic.tuning.intervals import (
     FINISH_WITHOUT_STORE_S,
     PEER_SILENCE,
-    REPLACEMENT_DECIDED_S,
+    STORE_CALL_S,
     peer_silence_s,
 )
 from elastic.tuning.network import configured_address
@@ -89,6 +89,10 @@ from elastic.wire.messages import (
     world_variables,
 )
 from elastic.wire.tls import Tls
+
+# The node's thread is notified of a worker's death within milliseconds, but may be busy with one
+# call to etcd.
+REPLACEMENT_DECIDED_S = STORE_CALL_S
 
 # ----------------------------------------------------------------------------
 # The exceptions of a launch that ends without a result.

@@ -15,7 +15,13 @@ from pathlib import Path
 
 from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import FILE_READS_S, FILE_TIMES_S, JOIN_EXPECTED_S
+
+# From the start of the workers to elastic.join(): imports, on a busy machine or from a cold cache.
+JOIN_EXPECTED_S = 30.0
+# File systems take their times from a clock with a resolution of a few milliseconds.
+FILE_TIMES_S = 0.1
+# How often the files read by a restarted script are checked.
+FILE_READS_S = 1.0
 
 # ----------------------------------------------------------------------------
 # Detects which files are read by any process, with inotify's system calls.

@@ -28,12 +28,7 @@ from elastic.telemetry.events import CheckpointSaved, CheckpointSkipped, RankTim
 from elastic.telemetry.log import get_logger
 from elastic.tuning.intervals import (
     LINK_CLOSE_S,
-    LINK_CONNECT_AGAIN_S,
-    LINK_CONNECT_S,
-    LINK_FIRST_PAUSE_S,
-    LINK_FLUSH_S,
     LINK_HEARTBEAT_S,
-    LINK_LONGEST_PAUSE_S,
 )
 from elastic.wire import base as wire_base
 from elastic.wire import typed_json
@@ -49,6 +44,17 @@ from elastic.wire.handshake import (
 from elastic.wire.hub import Connection, Handler, Hub, listen_on_path
 from elastic.wire.messages import RankAssignment, WorldSpec
 from elastic.wire.tls import TlsFiles
+
+# To connect to the agent, retries included: it may be busy starting workers.
+LINK_CONNECT_S = 10.0
+# Between two attempts of the first connection: the agent listens before it starts workers.
+LINK_CONNECT_AGAIN_S = 0.1
+# The first pause between two attempts to reconnect; each further one is twice as long.
+LINK_FIRST_PAUSE_S = 0.05
+# The longest pause between them: the worker finds a restarted listener within this.
+LINK_LONGEST_PAUSE_S = 1.0
+# A worker waits in slices of this length for pending data to be sent, and checks for messages.
+LINK_FLUSH_S = 0.01
 
 # ----------------------------------------------------------------------------
 # Sockets that a forked child must not keep, because it would hide its parent's death from the

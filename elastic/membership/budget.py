@@ -12,7 +12,14 @@ from elastic.errors import CheckpointRequired
 from elastic.membership.failures import is_consequence
 from elastic.membership.records import FailureRecord
 from elastic.tracebacks import exception_line, exception_type, innermost_place, normalize
-from elastic.tuning.intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
+from elastic.tuning.intervals import (
+    FAILURE_WINDOW_S,
+    HEALTHY_S,
+    QUARANTINE_S,
+)
+
+# Losses of a node, and reports against it, within this time are counted together.
+FLAP_WINDOW_S = 120.0
 
 # ----------------------------------------------------------------------------
 # Identifies the nodes at fault when a group repeatedly cannot be built.

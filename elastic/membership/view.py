@@ -20,16 +20,28 @@ from elastic.membership.records import (
 )
 from elastic.tracebacks import exception_line
 from elastic.tuning.intervals import (
-    ANNOUNCEMENT_S,
-    CUT_OFF_S,
-    EXTRAPOLATE_S,
-    FAILURE_SETTLE_S,
-    ORIGIN_SETTLE_S,
-    SUSPECT_S,
     Timeouts,
 )
 from elastic.tuning.options import AgentOptions
 from elastic.wire.messages import Cause, WorldReference, WorldState
+
+# Time for an announcement from the leader to the last worker, with a margin: milliseconds if pushed
+# over a connection, tens of milliseconds through a watch of a busy etcd.
+ANNOUNCEMENT_S = 0.5
+# Links report a step at least once per second. An older report means that the workers make no steps
+# (an evaluation, a checkpoint): extrapolating it would delay the switch by minutes.
+EXTRAPOLATE_S = 1.5
+# A peer's collective fails at the moment a worker dies, and its report often precedes that of the
+# dead worker's agent, which has this long.
+FAILURE_SETTLE_S = 0.05
+# In restart mode, a failing script closes its connections, which breaks its peers, before its
+# interpreter has ended. Its agent has this long after the peers' reports to report its error.
+ORIGIN_SETTLE_S = 1.0
+# A node with a live lease that the leader cannot reach for this long is excluded.
+SUSPECT_S = 15.0
+# The same if connections of other members' workers to that node have timed out as well: a few
+# probes are then sufficient.
+CUT_OFF_S = 3.0
 
 # ----------------------------------------------------------------------------
 # The leader's view, and its possible decisions: the arguments and results of ``decide``.

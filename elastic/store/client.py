@@ -36,22 +36,41 @@ from elastic.errors import (
 )
 from elastic.store.keyvalue import Entry
 from elastic.tuning.intervals import (
-    STORE_BACKOFF_CAP_S,
     STORE_CALL_S,
-    STORE_CONNECT_S,
-    STORE_CONNECTING_S,
-    STORE_DIAGNOSIS_S,
-    STORE_FIRST_ATTEMPT_S,
-    STORE_FIRST_BACKOFF_S,
-    STORE_KEEPALIVE_ANSWER_S,
-    STORE_KEEPALIVE_S,
-    STORE_MIN_ATTEMPT_S,
-    STORE_MIN_PROBE_S,
-    STORE_PROBE_S,
-    STORE_RETRY_S,
-    STORE_SLOWEST_PROBE_S,
 )
 from elastic.tuning.options import AgentOptions
+
+# First contact with a store, without another limit: one call.
+STORE_CONNECT_S = STORE_CALL_S
+# The longest pause between two attempts (docs/explanation/protocol.md, section 5).
+STORE_BACKOFF_CAP_S = 1.0
+# The first pause between two attempts; each further one is twice as long, with jitter.
+STORE_RETRY_S = 0.05
+# The limit of gRPC for one attempt to connect. The store's own limits end attempts earlier, and it
+# tries an unanswered connection again: TCP, TLS and HTTP/2 take up to five round trips.
+STORE_CONNECTING_S = 20.0
+# The first pause between two connections to a member.
+STORE_FIRST_BACKOFF_S = 0.1
+# A connection to etcd is pinged after this much silence: etcd closes connections that are pinged
+# more often than every 5 s (--grpc-keepalive-min-time). The store's own watchdog is faster; this
+# detects connections that a middlebox has dropped, with or without pending calls.
+STORE_KEEPALIVE_S = 6.0
+# A ping without a response in this time ends the connection; the same limit applies, as
+# TCP_USER_TIMEOUT, to unacknowledged bytes.
+STORE_KEEPALIVE_ANSWER_S = 3.0
+# Limit of a call's first attempt; each further one gets twice as long, within the call's limit.
+STORE_FIRST_ATTEMPT_S = 1.5
+# The shortest attempt: gRPC fails a call whose deadline has passed without sending it.
+STORE_MIN_ATTEMPT_S = 0.05
+# A member of the cluster that does not respond in this time is not used.
+STORE_PROBE_S = 1.0
+# The longest limit for a member: each failed round doubles it, for overloaded machines.
+STORE_SLOWEST_PROBE_S = 4.0
+# The shortest limit for a member when the others need the remaining time: a handshake within one
+# network.
+STORE_MIN_PROBE_S = 0.1
+# Limit of a plain connection that determines why TLS fails.
+STORE_DIAGNOSIS_S = 0.5
 
 # ----------------------------------------------------------------------------
 # How long to wait after failures of etcd: twice as long after each, with jitter.

@@ -25,14 +25,21 @@ from typing import NamedTuple
 
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, StoreUnreachable
 from elastic.tuning.intervals import (
-    EMBEDDED_ELECTION_MS,
     EMBEDDED_HEARTBEAT_MS,
-    EMBEDDED_POLL_S,
-    EMBEDDED_PROBE_S,
-    EMBEDDED_READY_S,
-    EMBEDDED_STOP_S,
-    EMBEDDED_VERSION_S,
 )
+
+# How often its readiness is checked.
+EMBEDDED_POLL_S = 0.03
+# Time until it is ready on a busy machine.
+EMBEDDED_READY_S = 30.0
+# From SIGTERM to SIGKILL.
+EMBEDDED_STOP_S = 5.0
+# For a response of its health endpoint, which is on this machine.
+EMBEDDED_PROBE_S = 2.0
+# For `etcd --version`, from a cold disk.
+EMBEDDED_VERSION_S = 20.0
+# Ten heartbeats, as etcd's documentation recommends.
+EMBEDDED_ELECTION_MS = 10 * EMBEDDED_HEARTBEAT_MS
 
 # ----------------------------------------------------------------------------
 # The embedded etcd as a process that ends with this one: its binary and its reserved ports.

@@ -48,13 +48,19 @@ from elastic.store.keyvalue import (
     WatchEvent,
 )
 from elastic.tuning.intervals import (
-    STORE_LONGEST_RENEWAL_S,
-    STORE_READ_S,
-    STORE_REVOKE_S,
-    STORE_SETTLING_S,
-    STORE_SHORTEST_RENEWAL_S,
     STORE_SILENCE_S,
 )
+
+# A read that brings a watch up to date.
+STORE_READ_S = 2.0
+# After a watch was recreated, messages within this time may be older than the state read.
+STORE_SETTLING_S = 1.0
+# The renewal of a lease gets a share of the length of the lease, but at least this.
+STORE_SHORTEST_RENEWAL_S = 0.3
+# The longest limit of a renewal, for any length of the lease: after that, another member is tried.
+STORE_LONGEST_RENEWAL_S = 1.5
+# To revoke a lease when an agent ends; otherwise the lease expires.
+STORE_REVOKE_S = 1.0
 
 # ----------------------------------------------------------------------------
 # A watch's state of one prefix, and its validation against the store.

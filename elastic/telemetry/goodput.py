@@ -11,7 +11,16 @@ from itertools import pairwise
 from math import inf, isfinite
 
 from elastic.telemetry.reader import JournalRecord, JournalWriter, RunJournal, Window
-from elastic.tuning.intervals import MERGED_WINDOWS_S, UNREPORTED_S
+from elastic.tuning.intervals import (
+    STEP_TIMES_S,
+)
+
+# A killed worker loses records of less than this. One that was silent for longer had hung before,
+# and goodput counts that as time until detection.
+UNREPORTED_S = 2 * STEP_TIMES_S
+# Goodput merges the windows of a rank into windows of this length: a week of training is read in
+# seconds.
+MERGED_WINDOWS_S = 300.0
 
 # ----------------------------------------------------------------------------
 # The activities that a node's time is spent on, as used by goodput, and stretches of time.

@@ -16,13 +16,17 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from elastic.telemetry.journal import SCHEMA
-from elastic.tuning.intervals import (
-    CLOCK_SET_S,
-    ENDED_TOGETHER_S,
-    ENTERED_TOGETHER_S,
-    JOINED_TOGETHER_S,
-    SILENT_NODE_S,
-)
+
+# A wall clock that deviates by this from the monotonic one of its machine has been set.
+CLOCK_SET_S = 1.0
+# Nodes record that they have joined a world within this of each other: the leader pushes it.
+JOINED_TOGETHER_S = 1.0
+# Ranks record that they have entered it within this: they build their group and load the state.
+ENTERED_TOGETHER_S = 20.0
+# Agents record the end of the job within this: their workers end first.
+ENDED_TOGETHER_S = 20.0
+# A node whose journal ends this long before the run, without a last event, is named in a note.
+SILENT_NODE_S = 10.0
 
 # ----------------------------------------------------------------------------
 # Reads journals: every readable line, and a note on each unreadable one.

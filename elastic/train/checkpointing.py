@@ -78,14 +78,24 @@ from elastic.train.state import JobState
 from elastic.tuning import intervals
 from elastic.tuning.environment import staging_shortage
 from elastic.tuning.intervals import (
-    BUSY_WAIT_S,
-    LAST_SAVE_PEERS_S,
-    LAST_SAVE_QUIET_S,
-    LAST_SAVE_REPEAT_S,
-    LAST_SAVE_TURN_S,
     MEMORY_WAIT_S,
-    SAVE_SLICE_S,
 )
+
+# A rank that has written its share waits at least this long for its peers' shares: they began at
+# the same time, on similar disks.
+LAST_SAVE_PEERS_S = 10.0
+# A last save that fails transiently is repeated for this long: a network file system that fails
+# over is back within a minute, and no later save would hold this state.
+LAST_SAVE_REPEAT_S = 60.0
+# Delay between the checks of the folder by consecutive ranks.
+LAST_SAVE_TURN_S = 0.25
+# A last save that takes longer is announced in the log.
+LAST_SAVE_QUIET_S = 2.0
+# How often it is checked whether a save is committed.
+SAVE_SLICE_S = 0.02
+# A disk that is slower than the policy slows training down to its rate. A disk that hangs does not:
+# after one wait of this length, saves are skipped until it responds.
+BUSY_WAIT_S = 5.0
 
 # ----------------------------------------------------------------------------
 # Evaluates a job's save policy between two steps, with the same answer on all ranks.

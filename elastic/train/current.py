@@ -18,7 +18,12 @@ from elastic.telemetry.events import RankTimes
 from elastic.telemetry.journal import EventSink
 from elastic.train.loader import ElasticLoader
 from elastic.train.step import Progress, Step
-from elastic.tuning.intervals import HALT_SLICE_S, STEP_TIMES_S
+from elastic.tuning.intervals import (
+    STEP_TIMES_S,
+)
+
+# A main thread that was stopped for a last save sleeps in slices of this until its process ends.
+HALT_SLICE_S = 1.0
 
 # ----------------------------------------------------------------------------
 # Gradient accumulation: steps whose gradients no optimizer has used yet.

@@ -31,8 +31,19 @@ from elastic.groups.world import World
 from elastic.train.checks import is_left_on_purpose
 from elastic.train.lifecycle import WorldPhase
 from elastic.train.session import Session
-from elastic.tuning.intervals import LEFT_ALONE_S, LEFT_SLICE_S, LONG_WAIT_S, VERDICT_KNOWN_S
+from elastic.tuning.intervals import (
+    LONG_WAIT_S,
+)
 from elastic.worker.worlds import SingleCall
+
+# A rank that has left a loop waits this long for the others to leave it, before it continues: some
+# may still evaluate in the same step.
+LEFT_ALONE_S = 30.0
+# It checks this often whether the world has ended.
+LEFT_SLICE_S = 0.2
+# Ranks that end because one has left the loop wait this long for each other: all learn it within
+# LONG_WAIT_S.
+VERDICT_KNOWN_S = 2.0
 
 _SLICE = datetime.timedelta(seconds=LEFT_SLICE_S)
 _TOGETHER = "together"

@@ -53,12 +53,21 @@ from elastic.train.shards import room_for
 from elastic.train.state import JobState
 from elastic.tuning.intervals import (
     OWNER_HEARTBEAT_S,
-    OWNER_JOIN_S,
-    OWNER_LOOK_S,
-    OWNER_SILENCE_S,
-    OWNER_WATCH_S,
-    RESTORE_PATIENCE_S,
 )
+
+# A read that fails transiently while a job restores its state is repeated for this long: a network
+# file system that fails over is back within a minute, and an older checkpoint costs more.
+RESTORE_PATIENCE_S = 60.0
+# Six renewals: restarted workers are back within seconds, and their job must not lose its folder in
+# the meantime.
+OWNER_WATCH_S = 6 * OWNER_HEARTBEAT_S
+# A job with the same run id waits less: without agents that share an etcd it is usually the same
+# job, whose rank 0 has ended. Three renewals, of which one may be late.
+OWNER_SILENCE_S = 3 * OWNER_HEARTBEAT_S
+# How often renewals by another owner are checked.
+OWNER_LOOK_S = 0.25
+# For the renewing thread to end: a disk may hang.
+OWNER_JOIN_S = 1.0
 
 # ----------------------------------------------------------------------------
 # The owner of a checkpoint folder: one job at a time; a second one is refused.

@@ -18,7 +18,13 @@ from checkpoints.memory import memory_roots, own_memory
 from elastic.errors import Clock
 from elastic.groups.collectives import all_gather_json
 from elastic.train.state import JobState
-from elastic.tuning.intervals import MEMORY_LONGEST_S, MEMORY_WAIT_S
+from elastic.tuning.intervals import (
+    MEMORY_WAIT_S,
+)
+
+# The longest chosen interval between two saves to memory, even if they cost more than they should:
+# a death loses up to two intervals, and a checkpoint on disk is hardly older.
+MEMORY_LONGEST_S = 300.0
 
 # ----------------------------------------------------------------------------
 # The choice of the interval between two saves to the nodes' memory: a pure function.

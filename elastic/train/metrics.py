@@ -25,16 +25,23 @@ from elastic.groups.world import World
 from elastic.telemetry.events import Metrics
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import (
-    METRICS_CLOSE_S,
-    METRICS_DRAIN_S,
-    METRICS_EVENT_S,
-    METRICS_FLUSH_S,
-    METRICS_KEEP_S,
-)
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
+
+# Rank 0 passes logged values to its writers this often: one batch costs less than a call per step.
+# The files of a killed process lack at most this, STEP_SUMS_S and one step.
+METRICS_FLUSH_S = 0.5
+# All ranks keep their logged values for this long: the next rank 0 writes those that the previous
+# one had not written. A death is detected within seconds, and a flush may wait for a slow disk.
+METRICS_KEEP_S = 30.0
+# Between two events `metrics` in the journal: enough for a curve, about 100 KiB an hour.
+METRICS_EVENT_S = 5.0
+# For the writers to write pending values before another process may: a local disk takes a
+# millisecond, and the recovery does not wait for it.
+METRICS_DRAIN_S = 1.0
+# For the writers to finish at the end of the process.
+METRICS_CLOSE_S = 30.0
 
 
 # ----------------------------------------------------------------------------

@@ -21,7 +21,14 @@ from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.train.current import StepAccount
 from elastic.train.metrics import WorldMean
-from elastic.tuning.intervals import PROGRESS_LINE_S, PROGRESS_STATUS_S, STEP_SUMS_S
+from elastic.tuning.intervals import (
+    STEP_SUMS_S,
+)
+
+# Between two lines of progress in a file: an hour is 720 lines.
+PROGRESS_LINE_S = 5.0
+# Between two updates of the line on a terminal.
+PROGRESS_STATUS_S = 0.5
 
 # ----------------------------------------------------------------------------
 # Traces a few steps with torch.profiler: one file per rank, started and stopped between steps.

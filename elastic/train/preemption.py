@@ -28,13 +28,7 @@ from elastic.train.checkpointing import Peers, leaving_s
 from elastic.train.current import Place
 from elastic.train.session import Session
 from elastic.tuning.intervals import (
-    BOUNDARY_S,
     LEAVE_SLICE_S,
-    NATIVE_CODE_S,
-    PREEMPTION_ASK_AGAIN_S,
-    PREEMPTION_LIMIT_S,
-    PREEMPTION_SLICE_S,
-    STOPPED_BY_TORCHRUN_S,
 )
 from elastic.worker.sigterm import (
     ENDING_FILE,
@@ -44,6 +38,22 @@ from elastic.worker.sigterm import (
     ends_for_good,
     is_handled,
 )
+
+# A worker that torchrun has sent SIGTERM gets SIGKILL after 30 s (PContext.close, torch 2.11 to
+# 2.15): this leaves 6 s for the interpreter to exit.
+STOPPED_BY_TORCHRUN_S = 24.0
+# The main thread has this long to reach a step boundary, or to detect that peers are gone; then it
+# is interrupted. Without the dead rank the current step cannot be completed in any case.
+BOUNDARY_S = 4.0
+# A main thread that has not executed the handler of an interrupt for this long runs native code. If
+# it only waits for a core, nothing is lost: the handler is the next Python that it executes.
+NATIVE_CODE_S = 1.0
+# Beyond the budget of a last save: the interrupted main thread may never release a lock.
+PREEMPTION_LIMIT_S = 2.0
+# How often it is checked whether the main thread has reached a boundary.
+PREEMPTION_SLICE_S = 0.02
+# A worker asks its agent this often whether the SIGTERM is final.
+PREEMPTION_ASK_AGAIN_S = 0.1
 
 
 class Preemption:

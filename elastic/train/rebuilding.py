@@ -25,7 +25,10 @@ from elastic.errors import SYSTEM_CLOCK, ConfigError, TrainingError
 from elastic.telemetry.log import get_logger
 from elastic.train.backward import EarlierGradients, ForwardHooks
 from elastic.train.sharded import FSDPParts
-from elastic.tuning.intervals import GARBAGE_SLICE_S
+
+# Between two garbage collections while parameters of the last world are still in memory: during a
+# collection by another thread, which takes milliseconds, ours returns at once.
+GARBAGE_SLICE_S = 0.01
 
 # ----------------------------------------------------------------------------
 # Limits garbage collection between two worlds to objects younger than the replaced model.

@@ -31,10 +31,17 @@ from elastic.train.rebuilding import AGAIN
 from elastic.train.session import Session
 from elastic.train.step import Step
 from elastic.train.transfer import Reconfiguration
-from elastic.tuning.intervals import BUILD_TIMEOUT_S, LEAVE_SLICE_S, SHARE_S
+from elastic.tuning.intervals import (
+    LEAVE_SLICE_S,
+    SHARE_S,
+)
 from elastic.wire.messages import WorldState
 from elastic.worker.sigterm import EXIT_CODE
 from elastic.worker.worlds import Worlds, group_spec, world_of, write_environment
+
+# A group is built in milliseconds once all ranks have arrived; the rest is a margin for busy
+# machines.
+BUILD_TIMEOUT_S = 30.0
 
 # ----------------------------------------------------------------------------
 # In-process recovery: the worker leaves an ended world and keeps its state for the next one.

@@ -23,7 +23,10 @@ from elastic.train.sampler import Position
 from elastic.train.sharding import local_value
 from elastic.train.state import JobState, Stateful
 from elastic.train.values import Writing, items_of, write_into
-from elastic.tuning.intervals import COPY_IS_CHEAP_S
+
+# A copy of the weights at each step that takes less is not worth a decision: a thousandth of a step
+# of a quarter of a second, and less than a gradient reduction over any network.
+COPY_IS_CHEAP_S = 250e-6
 
 # ----------------------------------------------------------------------------
 # Detects weights that were changed by other means than ``optimizer.step()``.

@@ -68,10 +68,17 @@ from elastic.train.session import Scope, Session, StepCallbacks
 from elastic.train.sharded import StageReduction, reduce_stages
 from elastic.train.state import JobState
 from elastic.train.step import OwnBatch, Step
-from elastic.tuning.intervals import LAST_SAVE_S, REPLICA_MEETS_S, SHARE_S
+from elastic.tuning.intervals import (
+    REPLICA_MEETS_S,
+    SHARE_S,
+)
 from elastic.wire.messages import number_on_node
 from elastic.worker.node_first import node_first, require_fit
 from elastic.worker.worlds import Worlds, replica_spec
+
+# The last save at the end of training is not urgent; a slow disk may take long, but a peer that
+# dies in its last second must not delay the others for long.
+LAST_SAVE_S = 600.0
 
 # ----------------------------------------------------------------------------
 # Calls of the training function: ``run.retry``, ``run.attempts`` and ``run.begin``.

@@ -17,9 +17,11 @@ from elastic.child_interpreters import module_command
 from elastic.errors import SYSTEM_CLOCK, NodeUnfit
 from elastic.groups.world import node_name
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import PREFLIGHT_S
 from elastic.wire import base
 from elastic.wire.messages import WORLD_VARIABLE
+
+# For join(preflight=True): three checks, and a start of Python, on a busy machine.
+PREFLIGHT_S = 45.0
 
 # ----------------------------------------------------------------------------
 # Run an operation in one worker of a node first, such as a download or filling a cache.

@@ -17,8 +17,10 @@ from types import FrameType
 from elastic.errors import SYSTEM_CLOCK
 from elastic.groups.world import is_launched
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import SIGTERM_ASK_S
 from elastic.worker.worlds import Worlds
+
+# A scheduler may signal the worker before the agent: the worker asks its agent again for this long.
+SIGTERM_ASK_S = 0.3
 
 EXIT_CODE = 128 + signal.SIGTERM
 # The agent creates this file when it ends its workers permanently: it works without a link, too.

@@ -54,14 +54,17 @@ from elastic.link.link import (
 from elastic.telemetry.events import Event
 from elastic.telemetry.log import get_logger
 from elastic.tuning.intervals import (
-    FOLDER_ASK_S,
     LINK_CLOSE_S,
     WORKER_SLICE_S,
-    WORLD_LOOK_S,
     peer_silence_of,
 )
 from elastic.wire.handshake import SecretKey
 from elastic.wire.messages import derive, world_variables
+
+# A worker asks for the job's working folder again: etcd may not have answered its agent.
+FOLDER_ASK_S = 1.0
+# Polling interval for a newer world where the thread that receives it cannot be woken.
+WORLD_LOOK_S = 0.005
 
 # ----------------------------------------------------------------------------
 # Calls that may block, beside the link's thread, which must receive worlds in the meantime.

@@ -17,7 +17,10 @@ from kit.memory_store import MemoryServer, MemoryStore
 from test_node_service import TestNode
 
 from elastic.agent.liveness import NodeHeartbeat, ReceivedHeartbeat
-from elastic.agent.progress import ProgressWriter
+from elastic.agent.progress import (
+    PROGRESS_IDLE_S,
+    ProgressWriter,
+)
 from elastic.cli.main import main
 from elastic.errors import StoreUnreachable
 from elastic.membership.progress import RecordedHeartbeat, decode_progress
@@ -26,7 +29,6 @@ from elastic.membership.view import StepRate
 from elastic.store.client import load_grpc, load_rpc
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.store.keyvalue import Lease
-from elastic.tuning.intervals import PROGRESS_IDLE_S
 
 KEYS = Keys.of("/elastic", "llama-7")
 # docs/security.md: the minimum permissions of a read-only user.

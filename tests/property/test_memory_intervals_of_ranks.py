@@ -17,6 +17,7 @@ from elastic.train import memory
 from elastic.train.memory import (
     AGAIN_STEPS,
     LONGEST_STEPS,
+    MEMORY_LONGEST_S,
     UNMEASURED_STEPS,
     ChosenInterval,
     MemoryCosts,
@@ -24,7 +25,6 @@ from elastic.train.memory import (
     choose,
     combine,
 )
-from elastic.tuning.intervals import MEMORY_LONGEST_S
 
 seconds = st.floats(min_value=0.0, max_value=1e4)
 maybe = st.none() | seconds

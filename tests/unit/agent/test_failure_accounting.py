@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 from kit.membership_nodes import NOW, missing, node, proposal, seen, view, wait, world
 
-from elastic.agent.accounting import Broken, FailureAccounting
+from elastic.agent.accounting import (
+    BUILD_BACKOFF_CAP_S,
+    Broken,
+    FailureAccounting,
+)
 from elastic.agent.roster import Failed
 from elastic.membership.budget import StopJob
 from elastic.membership.records import FailureReport, NodeState, WorldRecord
 from elastic.membership.view import NodeView, StepRate, View, classify_members
-from elastic.tuning.intervals import BUILD_BACKOFF_CAP_S
 from elastic.tuning.options import AgentOptions
 from elastic.wire.messages import Cause
 

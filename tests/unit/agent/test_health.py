@@ -15,6 +15,7 @@ from kit.manual_clock import ManualClock
 from kit.membership_nodes import node, world
 
 from elastic.agent.health import (
+    HEALTH_CONNECTION_S,
     MAX_CONNECTIONS,
     MAX_REQUEST,
     HealthServer,
@@ -25,7 +26,6 @@ from elastic.agent.health import (
 from elastic.agent.node import Watchdog
 from elastic.errors import ConfigError
 from elastic.membership.records import Done, Node, NodeState, Outcome, WorldRecord
-from elastic.tuning.intervals import HEALTH_CONNECTION_S
 from elastic.wire.messages import WorldState
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")

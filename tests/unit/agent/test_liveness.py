@@ -15,6 +15,7 @@ from kit.manual_clock import ManualClock
 from raw_peer import is_hung_up_on, prove, receive_frame, serve
 
 from elastic.agent.liveness import (
+    HEARTBEAT_S,
     LIMITS,
     MAX_WORLD,
     Heartbeats,
@@ -25,7 +26,9 @@ from elastic.agent.liveness import (
     probe,
 )
 from elastic.membership.view import Liveness
-from elastic.tuning.intervals import HEARTBEAT_S, RECENT_LOSS_S
+from elastic.tuning.intervals import (
+    RECENT_LOSS_S,
+)
 from elastic.wire.base import AuthenticationError
 from elastic.wire.handshake import ClientHandshake, Credentials, SecretKey, frame
 

@@ -18,10 +18,14 @@ from test_metrics import ScrapedNode, Series, busy
 
 from elastic.agent import exporters, otlp
 from elastic.agent.metrics import METRICS, MetricKind
-from elastic.agent.otlp import OtlpExport, interval_s, is_wanted
+from elastic.agent.otlp import (
+    OTLP_EXPORT_S,
+    OtlpExport,
+    interval_s,
+    is_wanted,
+)
 from elastic.errors import ConfigError
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import OTLP_EXPORT_S
 
 DEADLINE_S = 60.0
 ON = {"ELASTIC_OTEL": "on"}

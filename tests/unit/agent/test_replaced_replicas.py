@@ -16,7 +16,12 @@ from kit.membership_nodes import node
 from kit.memory_store import MemoryServer, MemoryStore
 
 from elastic.agent.node import NodeContext, ReplacementEnded, RunSecret
-from elastic.agent.workers import Workers
+from elastic.agent.workers import (
+    NOT_READY_S,
+    REPLICA_FORMS_ON_DEVICE_S,
+    REPLICA_FORMS_S,
+    Workers,
+)
 from elastic.link.link import (
     ClientHandshakeRequest,
     LinkServer,
@@ -32,9 +37,6 @@ from elastic.membership.records import Keys, NodeState
 from elastic.telemetry.events import WorkerDied, WorkersNotReady
 from elastic.tuning.intervals import (
     NODE_IDLE_S,
-    NOT_READY_S,
-    REPLICA_FORMS_ON_DEVICE_S,
-    REPLICA_FORMS_S,
 )
 from elastic.tuning.options import AgentOptions
 

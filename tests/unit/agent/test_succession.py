@@ -16,12 +16,15 @@ from kit.memory_store import MemoryStore
 from elastic.agent import succession
 from elastic.agent.liveness import LivenessServer, Verdict
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
-from elastic.agent.succession import LeaderProbed, Succession
+from elastic.agent.succession import (
+    FOLLOW_AGAIN_S,
+    LeaderProbed,
+    Succession,
+)
 from elastic.errors import StoreUnreachable
 from elastic.membership.records import Keys, Leader, encode
 from elastic.membership.view import Liveness
 from elastic.store.keyvalue import Entry
-from elastic.tuning.intervals import FOLLOW_AGAIN_S
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey
 

@@ -10,10 +10,15 @@ from kit.manual_clock import ManualClock
 from kit.membership_nodes import node, world
 from kit.memory_store import MemoryStore
 
-from elastic.agent.ending import UnannouncedLeave
+from elastic.agent.ending import (
+    UNANNOUNCED_S,
+    UnannouncedLeave,
+)
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret
 from elastic.membership.records import Keys, NodeState, WorldRecord
-from elastic.tuning.intervals import ANNOUNCE_S, UNANNOUNCED_S
+from elastic.tuning.intervals import (
+    ANNOUNCE_S,
+)
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey
 

@@ -13,6 +13,8 @@ from rich.console import Console
 
 from elastic.cli.demo import (
     ADDED,
+    DEMO_PATIENCE_S,
+    DEMO_STEP_S,
     NODES,
     SCRIPT,
     STEPS,
@@ -34,7 +36,6 @@ from elastic.cli.demo import (
     summarize,
 )
 from elastic.testing.ledger import LedgerEnd, LedgerStep, RunLedger, Start
-from elastic.tuning.intervals import DEMO_PATIENCE_S, DEMO_STEP_S
 
 SAMPLES, BATCH, EPOCHS = 240, 6, 3  # 40 steps an epoch
 LENGTH = SAMPLES // BATCH

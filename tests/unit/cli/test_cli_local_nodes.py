@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from elastic.cli import bound_to_parent, run
-from elastic.cli.run import LocalNodes, OutputLines, stop_on_signals
+from elastic.cli.run import (
+    CLI_BAR_S,
+    LocalNodes,
+    OutputLines,
+    stop_on_signals,
+)
 from elastic.testing.waiting import eventually
-from elastic.tuning.intervals import CLI_BAR_S
 
 # Starts a child in a session of its own, as torchrun does, and prints its process ID.
 PARENT_WITH_CHILD = """

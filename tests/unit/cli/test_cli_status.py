@@ -25,7 +25,13 @@ from elastic.cli.describe import describe
 from elastic.cli.last_known import last_known
 from elastic.cli.main import main
 from elastic.cli.status import document, lines, progress
-from elastic.cli.view import JobCondition, JobView, read_job, sentence
+from elastic.cli.view import (
+    SILENT_SCRIPT_S,
+    JobCondition,
+    JobView,
+    read_job,
+    sentence,
+)
 from elastic.cli.wait import WaitCondition, wait
 from elastic.errors import StoreUnreachable
 from elastic.membership.progress import (
@@ -48,7 +54,9 @@ from elastic.membership.records import (
 from elastic.telemetry.events import CheckpointSaved, JobEnded, NodeLost, Waiting, WorldFormed
 from elastic.telemetry.journal import Journal
 from elastic.testing.waiting import eventually
-from elastic.tuning.intervals import PROGRESS_S, SILENT_SCRIPT_S
+from elastic.tuning.intervals import (
+    PROGRESS_S,
+)
 from elastic.wire.messages import WorldState
 
 KEYS = Keys.of("/elastic", "llama-7")

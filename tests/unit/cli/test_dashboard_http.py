@@ -23,14 +23,18 @@ from kit.made_up_run import write_run
 from elastic.agent.identity import is_loopback
 from elastic.cli import dashboard as command
 from elastic.cli import dashboard as server
-from elastic.cli.dashboard_feed import EventLog, JobFeed
+from elastic.cli.dashboard_feed import (
+    DASHBOARD_ETCD_S,
+    DASHBOARD_JOURNALS_S,
+    EventLog,
+    JobFeed,
+)
 from elastic.cli.main import main
 from elastic.errors import ConfigError, StoreUnreachable
 from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.events import NodeLost, Waiting
 from elastic.telemetry.journal import Journal
 from elastic.testing.waiting import PATIENCE_S, eventually
-from elastic.tuning.intervals import DASHBOARD_ETCD_S, DASHBOARD_JOURNALS_S
 
 TOKEN = "a-token-of-some-length"
 REPOSITORY = Path(__file__).parents[3]

@@ -15,10 +15,13 @@ from kit.memory_store import MemoryStore
 
 from elastic.cli import finish
 from elastic.cli.main import main
-from elastic.cli.scale import ApiServer, scale_statefulset
+from elastic.cli.scale import (
+    CLUSTER_PATIENCE_S,
+    ApiServer,
+    scale_statefulset,
+)
 from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
 from elastic.membership.records import Done, Keys, Outcome, encode
-from elastic.tuning.intervals import CLUSTER_PATIENCE_S
 
 KEYS = Keys.of("/elastic", "job-1")
 

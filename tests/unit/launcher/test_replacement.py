@@ -17,12 +17,14 @@ import pytest
 from kit.manual_clock import ManualClock
 
 from elastic.launcher import torch_agent
-from elastic.launcher.launch import Replacement
+from elastic.launcher.launch import (
+    REPLACEMENT_DECIDED_S,
+    Replacement,
+)
 from elastic.launcher.torch_agent import SupervisedWorker, Supervision
 from elastic.link.link import exit_status
 from elastic.telemetry.events import Event
 from elastic.testing.waiting import PATIENCE_S
-from elastic.tuning.intervals import REPLACEMENT_DECIDED_S
 from elastic.wire.messages import CALL_JOIN, NO_WORLD, identity_in
 
 PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"

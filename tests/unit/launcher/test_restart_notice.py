@@ -9,8 +9,11 @@ import pytest
 import torch.distributed.elastic.multiprocessing.api
 from kit.manual_clock import ManualClock
 
-from elastic.launcher.scripts import RestartNotice, drop_signal_warnings
-from elastic.tuning.intervals import JOIN_EXPECTED_S
+from elastic.launcher.scripts import (
+    JOIN_EXPECTED_S,
+    RestartNotice,
+    drop_signal_warnings,
+)
 
 
 def test_torch_warnings_about_restarted_workers_are_dropped(

@@ -10,9 +10,13 @@ import pytest
 from kit.made_up_run import START_S, MadeUpProcess, write_run
 
 from elastic.report.model import RunReport, report_of
-from elastic.telemetry.goodput import Activity, Goodput, goodput_of_run
+from elastic.telemetry.goodput import (
+    UNREPORTED_S,
+    Activity,
+    Goodput,
+    goodput_of_run,
+)
 from elastic.telemetry.reader import merge, read_folder, run_of
-from elastic.tuning.intervals import UNREPORTED_S
 
 
 def goodput_in(folder: Path, *processes: MadeUpProcess) -> Goodput:

@@ -10,6 +10,7 @@ from elastic.train.folder import Checkpoints
 from elastic.train.memory import (
     AGAIN_STEPS,
     LONGEST_STEPS,
+    MEMORY_LONGEST_S,
     ChosenInterval,
     CostMeter,
     MemoryCosts,
@@ -17,7 +18,6 @@ from elastic.train.memory import (
     choose,
     combine,
 )
-from elastic.tuning.intervals import MEMORY_LONGEST_S
 
 
 @pytest.mark.parametrize(

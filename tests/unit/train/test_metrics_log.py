@@ -19,8 +19,15 @@ from elastic.errors import ConfigError, TrainingError
 from elastic.groups.world import World
 from elastic.telemetry.events import Event, Metrics
 from elastic.testing.waiting import PATIENCE_S
-from elastic.train.metrics import WRITTEN, DeviceReads, MetricsLog, Row, Rows, TensorBoard
-from elastic.tuning.intervals import METRICS_EVENT_S
+from elastic.train.metrics import (
+    METRICS_EVENT_S,
+    WRITTEN,
+    DeviceReads,
+    MetricsLog,
+    Row,
+    Rows,
+    TensorBoard,
+)
 
 
 class Tracker:

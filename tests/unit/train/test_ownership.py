@@ -15,8 +15,14 @@ from kit.manual_clock import ManualClock
 
 from checkpoints import LocalStorage
 from elastic.errors import ConfigError
-from elastic.train.folder import INSTANCE, OWNER_FILE, Ownership, _process
-from elastic.tuning.intervals import OWNER_SILENCE_S, OWNER_WATCH_S
+from elastic.train.folder import (
+    INSTANCE,
+    OWNER_FILE,
+    OWNER_SILENCE_S,
+    OWNER_WATCH_S,
+    Ownership,
+    _process,
+)
 
 
 @pytest.fixture

@@ -17,8 +17,12 @@ from elastic.errors import ConfigError
 from elastic.hangs.page import phases
 from elastic.train.loop import steps_left
 from elastic.train.metrics import WorldMean
-from elastic.train.observers import ProgressLine, TrainingProgress, progress_text
-from elastic.tuning.intervals import PROGRESS_LINE_S
+from elastic.train.observers import (
+    PROGRESS_LINE_S,
+    ProgressLine,
+    TrainingProgress,
+    progress_text,
+)
 
 
 class Terminal(io.StringIO):
