@@ -1,4 +1,4 @@
-"""The intervals of a job that can be set, or that several modules share, checked against each other.
+"""The intervals of a job that can be set, or that several modules share, and their relations.
 
 Others are constants of the module that uses them.
 """
