@@ -24,9 +24,9 @@ from checkpoints.names import (
     CheckpointName,
     parse_attempt,
 )
+from checkpoints.objects import FolderStorage
 from checkpoints.policies import RetentionFunction, Validity, to_remove
 from checkpoints.storage import (
-    LocalStorage,
     PatientStorage,
     Storage,
     patient,
@@ -193,7 +193,7 @@ def not_retained(
 def _without_tensors(storage: Storage, name: CheckpointName) -> Manifest:
     """The manifest of a committed checkpoint, without its tensors. Raises :class:`LoadError`."""
     inner = storage.inner if isinstance(storage, PatientStorage) else storage
-    if type(inner) is LocalStorage:
+    if type(inner) is FolderStorage:
         with contextlib.suppress(OSError):
             changed_s = inner.modified_s(f"{name}/{MANIFEST}")
             return _read_before(inner.folder, str(name), changed_s)
@@ -204,7 +204,7 @@ def _without_tensors(storage: Storage, name: CheckpointName) -> Manifest:
 def _read_before(folder: str, name: str, changed_s: float) -> Manifest:
     """Shared by all writers of the process, for those that each save once, such as
     :func:`checkpoints.save`: otherwise each would read the manifests of all checkpoints."""
-    return without_tensors(read_manifest(patient(LocalStorage(folder)), name))
+    return without_tensors(read_manifest(patient(FolderStorage(folder)), name))
 
 
 def validity_of(error: LoadError) -> Validity:
