@@ -20,7 +20,7 @@ def die_unnoticed(step, at):
         dist.barrier()
         if world.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        while not run._parts.worlds.is_superseded():
+        while not run._parts.session.worlds.is_superseded():
             time.sleep(0.01)
 """
 
