@@ -8,10 +8,9 @@ import queue
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,14 +36,16 @@ from elastic.torch_private import forget_iterator, not_compiled_methods
 from elastic.train.sampler import (
     Draw,
     ElasticSampler,
-    EpochPlan,
     MicroShare,
+    OwnSampler,
     Position,
     RankStep,
     WholeDataset,
     check_world,
     derive_seed,
     draw_of,
+    generators_of_torch,
+    preserved_generators,
     size_of,
     split,
     subset_of,
@@ -167,8 +168,9 @@ class ReplacedBatches(Sampler[list[int]]):
 def describe(loader: object) -> DataSource:
     """Read a loader's order and batch size.
 
-    Raises ConfigError, with an alternative, for a loader whose order is not a function of a
-    position: iterable datasets, and samplers and batch samplers that are not torch's own.
+    The batches of a batch sampler of the user's own class are not divided: each is one unit of the
+    plan, so ``batch_size`` is 1. Raises ConfigError, with an alternative, for a loader whose order
+    is not a function of a position: iterable datasets, and samplers that cannot be repeated.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
@@ -192,21 +194,18 @@ def describe(loader: object) -> DataSource:
     for replaced in (loader.batch_sampler, loader.sampler):
         if isinstance(replaced, ReplacedBatches):
             return replaced.source  # the loader was changed in place before, and is passed again
-    batches = loader.batch_sampler
+    batches: object = loader.batch_sampler
     if batches is None:
         return _without_collation(loader)
-    if type(batches) is not BatchSampler:
-        raise _unknown_batches(batches)
-    return _with_sampler(loader.dataset, batches)
-
-
-def _unknown_batches(batches: object) -> ConfigError:
-    return ConfigError(
-        f"the loader's batches come from {type(batches).__name__}, which cannot be distributed",
-        hint="use DataLoader(dataset, batch_size=…, sampler=…); for fixed batches, use "
-        "DataLoader(…, batch_size=None) and a dataset whose `__getitem__(i)` returns "
-        "`collate_fn([dataset[j] for j in batches[i]])`, " + _OWN_LOOP,
-    )
+    if type(batches) is BatchSampler:
+        return _with_sampler(loader.dataset, batches)
+    draw = OwnSampler(batches, loader.dataset, size_of(loader.dataset))
+    if not draw.is_batched:
+        raise ConfigError(
+            f"batch_sampler={type(batches).__name__} yields single indices, not lists of them",
+            hint="DataLoader(dataset, batch_size=…, sampler=…)",
+        )
+    return _of_batches(loader.dataset, draw)
 
 
 def _without_collation(loader: DataLoader[Any]) -> DataSource:
@@ -215,17 +214,30 @@ def _without_collation(loader: DataLoader[Any]) -> DataSource:
     if type(sampler) is BatchSampler:
         source = _with_sampler(loader.dataset, sampler)
         return dataclasses.replace(source, collation=Collation.LIST)
-    if isinstance(sampler, BatchSampler):
-        raise _unknown_batches(sampler)
     source = _with_sampler(loader.dataset, BatchSampler(loader.sampler, 1, drop_last=False))
+    if isinstance(source.draw, OwnSampler) and source.draw.is_batched:
+        source = _of_batches(loader.dataset, source.draw)
+        return dataclasses.replace(source, collation=Collation.LIST)
     return dataclasses.replace(source, collation=Collation.ITEM)
+
+
+def _of_batches(dataset: Dataset[Any], draw: OwnSampler) -> DataSource:
+    return DataSource(
+        dataset=dataset,
+        batch_size=1,
+        drop_last=False,
+        shuffle=True,
+        draw=draw,
+        samples=size_of(dataset),
+        subset=subset_of(dataset),
+    )
 
 
 def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> DataSource:
     sampler: object = batches.sampler
     samples = size_of(dataset)
     seed = global_batch = None
-    draw: Draw | None
+    draw: Draw
     if isinstance(sampler, ElasticSampler):
         shuffle, seed, global_batch = sampler.shuffle, sampler.seed, sampler.plan.global_batch
         draw = sampler.draw
@@ -234,16 +246,7 @@ def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> DataSource:
         draw = WholeDataset(samples, shuffle=shuffle)
     else:
         shuffle = isinstance(sampler, RandomSampler)
-        draw = draw_of(sampler, samples)
-    if draw is None:
-        raise ConfigError(
-            f"the order of {type(sampler).__name__} cannot be reproduced in another world: "
-            "only the process that draws it can repeat it",
-            hint="if it is the same in each epoch and on each rank, pass it as a list: "
-            "DataLoader(dataset, sampler=list(sampler), …); for an order drawn in each epoch, use "
-            "shuffle=True, SubsetRandomSampler(indices) or "
-            "WeightedRandomSampler(weights, num_samples)",
-        )
+        draw = draw_of(sampler, dataset, samples)
     return DataSource(
         dataset=dataset,
         batch_size=batches.batch_size,
@@ -336,9 +339,12 @@ def shard_by(
     """
     source = describe(loader)
     part = _Part(source.draw.each_once(), world, begins)
-    batches = _Batches(
-        part, source.batch_size, is_even, has_items=source.collation is Collation.ITEM
-    )
+    is_batched = isinstance(source.draw, OwnSampler) and source.draw.is_batched
+    has_items = is_batched or source.collation is Collation.ITEM
+    batches: Sampler[list[int]]
+    batches = _Batches(part, source.batch_size, is_even, has_items=has_items)
+    if isinstance(source.draw, OwnSampler) and is_batched:
+        batches = _OwnBatches(batches, source.draw.batches())
     return over_batches(loader, batches, part, source.collation)
 
 
@@ -404,6 +410,19 @@ class _Batches(BatchSampler):
                 else "evaluate on at least as many samples as ranks",
             )
         return min(count, fewest)  # with batches of one sample, the last ranks would lack one
+
+
+class _OwnBatches(Sampler[list[int]]):
+    """The batches of a part of a batch sampler's."""
+
+    def __init__(self, numbers: _Batches, batches: Sequence[list[int]]) -> None:
+        self._numbers, self._batches = numbers, batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self._batches[number] for (number,) in self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 # ----------------------------------------------------------------------------
@@ -524,21 +543,16 @@ class Following:
         return passed is self._newest
 
 
-@lru_cache(maxsize=16)
-def same_shares(one: EpochPlan, samples: int, other: EpochPlan, others: int, world: int) -> bool:
-    """Whether each rank has the same fraction of two steps of ``samples`` and ``others`` samples.
+def same_shares(ours: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether each rank has the same fraction of two steps, given the samples of each rank.
 
-    >>> same_shares(EpochPlan(100, 8), 8, EpochPlan(100, 4), 4, 2)
+    >>> same_shares([4, 4], [2, 2])
     True
-    >>> same_shares(EpochPlan(100, 8), 8, EpochPlan(100, 4), 3, 2)
+    >>> same_shares([4, 4], [2, 1])
     False
     """
-    shares = ((one.share(0, samples, rank, world), rank) for rank in range(world))
-    for (first, last), rank in shares:
-        start, stop = other.share(0, others, rank, world)
-        if (last - first) * others != (stop - start) * samples:
-            return False
-    return True
+    total, total_of_others = sum(ours), sum(others)
+    return all(a * total_of_others == b * total for a, b in zip(ours, others, strict=True))
 
 
 # ----------------------------------------------------------------------------
@@ -605,31 +619,10 @@ class SeededBatch(list[int]):
         return SeededBatch, (self[:], self._seed, self._epoch, self._first)
 
 
-@contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Restore this process's generators afterwards, for data that is read without workers."""
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)
-    of_torch = [(generator, generator.get_state()) for generator in _generators_of_torch()]
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for generator, state in of_torch:
-            generator.set_state(state)
-
-
-def _generators_of_torch() -> list[torch.Generator]:
-    """The CPU's, and this process's GPU's if CUDA is initialized here: not in forked workers."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
-
-
 def _seed_generators(seed: int) -> None:
     # Not torch.manual_seed: it seeds every device, and formats a stack trace for each that is not
     # initialized.
-    for generator in _generators_of_torch():
+    for generator in generators_of_torch():
         generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

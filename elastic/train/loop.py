@@ -48,7 +48,13 @@ from elastic.train.replicas import (
     warn_of_copies,
     warn_of_differing,
 )
-from elastic.train.sampler import Position, derive_seed, seed_all, seed_between_steps
+from elastic.train.sampler import (
+    Position,
+    derive_seed,
+    rank_samples,
+    seed_all,
+    seed_between_steps,
+)
 from elastic.train.session import Scope, Session
 from elastic.train.sharding import HeldParts, compare_same_parts
 from elastic.train.state import JobState
@@ -1136,12 +1142,12 @@ def _check_fits(
             hint="read two loaders together without micro_batch=, or put both datasets into one "
             "loader: DataLoader(torch.utils.data.StackDataset(first, second), …)",
         )
-    start, stop = leader.plan.span(step.index)
-    samples, others = stop - start, info.global_samples
-    if not same_shares(leader.plan, samples, loader.plan, others, world):
+    ours = rank_samples(leader.sampler, Position(step.epoch, step.index), world)
+    others = rank_samples(loader.sampler, Position(info.epoch, info.step), world)
+    if not same_shares(ours, others):
         raise TrainingError(
-            f"step {step.number} has {samples} samples of the first loader and {others} of the "
-            f"second: their shares on the {world} ranks would differ, and gradients would have "
+            f"step {step.number} has {sum(ours)} samples of the first loader and {sum(others)} of "
+            f"the second: their shares on the {world} ranks would differ, and gradients would have "
             "wrong weights",
             hint="use the same run.loader(…, global_batch=…) for both, and "
             "DataLoader(…, drop_last=True), so that no last batch is smaller",

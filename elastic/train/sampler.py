@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
+import operator
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol, cast
+from functools import lru_cache
+from itertools import chain, islice
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import (
     Dataset,
     RandomSampler,
@@ -191,6 +196,27 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
+def generators_of_torch() -> list[torch.Generator]:
+    """The CPU's, and this process's GPU's if CUDA is initialized here: not in forked workers."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Restore this process's generators afterwards, for data and samplers that are read here."""
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+    of_torch = [(generator, generator.get_state()) for generator in generators_of_torch()]
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for generator, state in of_torch:
+            generator.set_state(state)
+
+
 # ----------------------------------------------------------------------------
 # The samples at the positions of an epoch: the index lists of torch's samplers.
 #
@@ -199,12 +225,21 @@ def seed_all(seed: int) -> None:
 # If an epoch reads each index once, it is the keyed permutation of :class:`Permutation`; if it
 # draws with replacement, each position has its own random number.
 
-Order = Callable[[Int64s], Int64s]
-"""The order of one epoch: a function from global positions to dataset indices."""
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of one epoch."""
+
+    at: Callable[[Int64s], Int64s]  # from global positions to dataset indices
+    # Batch k of a batch sampler has the positions bounds[k] to bounds[k + 1]. None: each position
+    # is distributed by itself.
+    bounds: Int64s | None = None
+
 
 _REPLACEMENT = 1  # part of the keys of random numbers, so that no two uses share numbers
 _WITHOUT_REPLACEMENT = 2
 _ROUND = 3
+_OWN_SAMPLER = 4
 # The constants of SplitMix64 (Steele, Lea and Flood, 2014).
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _SPLITMIX64_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -216,7 +251,8 @@ class Draw(Protocol):
 
     @property
     def n(self) -> int:
-        """The number of positions of an epoch."""
+        """The number of samples of an epoch, or of batches of a batch sampler: the units that ranks
+        share."""
 
     @property
     def name(self) -> str | None:
@@ -230,7 +266,7 @@ class Draw(Protocol):
         """The order of ``epoch``. Raises ConfigError if the user's sampler has changed."""
 
     def each_once(self) -> Sequence[int]:
-        """The indices for evaluation, each once, in a fixed order."""
+        """The indices for evaluation, each once, in a fixed order; or the numbers of batches."""
 
 
 class WholeDataset:
@@ -245,8 +281,8 @@ class WholeDataset:
 
     def order(self, seed: int, epoch: int) -> Order:
         if not self._shuffle:
-            return lambda positions: positions
-        return Permutation(self.n, seed=seed, epoch=epoch).at
+            return Order(lambda positions: positions)
+        return Order(Permutation(self.n, seed=seed, epoch=epoch).at)
 
     def each_once(self) -> Sequence[int]:
         return range(self.n)
@@ -275,13 +311,7 @@ class IndexList:
                 f"{self._kind} is empty",
                 hint="check the filter or split that produced its indices",
             )
-        low, high = int(self._indices.min()), int(self._indices.max())
-        if low < 0 or high >= samples:
-            raise ConfigError(
-                f"{self._kind} has index {low if low < 0 else high}, but the dataset has {samples} "
-                "samples",
-                hint="indices count from 0 in the DataLoader's dataset",
-            )
+        _check_indices(self._kind, self._indices, samples)
         self.n = int(self._indices.size)
         self.repeats = int(np.unique(self._indices).size) < self.n
         self.name = self._name(self._indices)
@@ -302,9 +332,9 @@ class IndexList:
     def order(self, seed: int, epoch: int) -> Order:
         _check_unchanged(self.name, self._name(self._read()))
         if not self._shuffle:
-            return lambda positions: self._indices[positions]
+            return Order(lambda positions: self._indices[positions])
         shuffled = Permutation(self.n, seed=seed, epoch=epoch)
-        return lambda positions: self._indices[shuffled.at(positions)]
+        return Order(lambda positions: self._indices[shuffled.at(positions)])
 
     def each_once(self) -> Sequence[int]:
         return list(dict.fromkeys(self._indices.tolist()))
@@ -330,8 +360,10 @@ class RandomSamples:
     def order(self, seed: int, epoch: int) -> Order:
         if self._replacement:
             key = derive_seed(seed, epoch, _REPLACEMENT)
-            return lambda positions: np.minimum(
-                (_uniform(positions, key) * self._range).astype(np.int64), self._range - 1
+            return Order(
+                lambda positions: np.minimum(
+                    (_uniform(positions, key) * self._range).astype(np.int64), self._range - 1
+                )
             )
         rounds = {0: Permutation(self._range, seed=seed, epoch=epoch)}
 
@@ -346,7 +378,7 @@ class RandomSamples:
                 result[here] = rounds[number].at(positions[here] % self._range)
             return result
 
-        return at
+        return Order(at)
 
     def each_once(self) -> Sequence[int]:
         return range(self._samples)
@@ -390,7 +422,7 @@ class WeightedSamples:
         if self._replacement:
             return self._by_inversion(derive_seed(seed, epoch, _REPLACEMENT))
         drawn = self._by_exponentials(derive_seed(seed, epoch, _WITHOUT_REPLACEMENT))
-        return lambda positions: drawn[positions]
+        return Order(lambda positions: drawn[positions])
 
     def _by_inversion(self, key: int) -> Order:
         sums = np.cumsum(self._weights)
@@ -402,7 +434,7 @@ class WeightedSamples:
             drawn: Int64s = np.minimum(found, last).astype(np.int64)
             return drawn
 
-        return at
+        return Order(at)
 
     def _by_exponentials(self, key: int) -> Int64s:
         """The samples with the smallest exponential variates, one per sample, of rate ``weight``.
@@ -419,11 +451,214 @@ class WeightedSamples:
         return range(self._samples)
 
 
-def draw_of(sampler: object, samples: int) -> Draw | None:
-    """The draw of a sampler for a dataset of ``samples`` samples; None for an unknown sampler.
+class OwnSampler:
+    """A sampler or batch sampler of the user's own class: its order is drawn and kept, epoch by
+    epoch.
 
-    Subclasses are unknown: they may draw differently. Raises ConfigError for one of torch's
-    samplers, or a list, with indices outside the dataset.
+    An epoch is what one iteration over a copy of the sampler yields while all generators, those of
+    the sampler, too, have a seed for (seed, epoch), and after ``set_epoch(epoch)`` if it has one.
+    Without one, epoch e is the iteration number e over that copy: the sampler may count its
+    iterations, or shuffle its list in place. The user's sampler itself is never iterated.
+
+    Raises ConfigError for a sampler that does not yield the same indices twice under the same
+    seeds, that has an index outside the dataset, or that does not end.
+    """
+
+    repeats = True  # unknown before an epoch is drawn
+
+    def __init__(self, given: Any, dataset: object, samples: int) -> None:
+        self._given, self._dataset, self._samples = given, dataset, samples
+        self._kind = type(given).__name__
+        self._check_undivided()
+        self._first = self._copied(given)
+        drawn = self._drawn(self._copied(given), 0, 0)
+        self.n, self.is_batched = drawn.units, drawn.bounds is not None
+        if not self.n:
+            raise ConfigError(f"{self._kind} is empty", hint="check how it chooses its indices")
+        self._each_once = drawn.indices
+        self.name = self._name(drawn)
+        if self._name(self._drawn(self._copied(given), 0, 0)) != self.name:
+            raise ConfigError(
+                f"{self._kind} yields other indices each time, although all generators have the "
+                "same seed: another rank, or a resumed job, could not reproduce its order",
+                hint="draw from torch's, NumPy's or random's default generator, or from a "
+                "generator in an attribute of the sampler; not from the time, a file or a set",
+            )
+        # The copy that continues: for an epoch of a seed, before that epoch is drawn.
+        self._next: tuple[int, int, Any] | None = None
+
+    def order(self, seed: int, epoch: int) -> Order:
+        _check_unchanged(self.name, self._name(self._drawn(self._copied(self._given), 0, 0)))
+        at, number = self._copied(self._first), 0
+        if hasattr(at, "set_epoch"):
+            number = epoch
+        elif self._next is not None and self._next[0] == seed and self._next[1] <= epoch:
+            _, number, at = self._next
+        while number < epoch:  # in a resumed job: the iterations before
+            self._drawn(at, seed, number)
+            number += 1
+        before = self._copied(at)
+        drawn = self._drawn(at, seed, epoch)
+        self._next = (seed, epoch, before)
+        if drawn.units != self.n:
+            what = "batches" if self.is_batched else "samples"
+            raise ConfigError(
+                f"{self._kind} yields {drawn.units} {what} in epoch {epoch}, but {self.n} in epoch "
+                "0: len(loader), and schedules computed from it, would be wrong",
+                hint=f"yield the same number of {what} in each epoch, or the first ones only",
+            )
+        indices = drawn.indices
+        return Order(lambda positions: indices[positions], drawn.bounds)
+
+    def each_once(self) -> Sequence[int]:
+        if self.is_batched:
+            return range(self.n)
+        return list(dict.fromkeys(self._each_once.tolist()))
+
+    def batches(self) -> list[list[int]]:
+        """The batches of epoch 0, for evaluation."""
+        drawn = self._drawn(self._copied(self._first), 0, 0)
+        assert drawn.bounds is not None
+        return [part.tolist() for part in np.split(drawn.indices, drawn.bounds[1:-1])]
+
+    def _check_undivided(self) -> None:
+        replicas = getattr(self._given, "num_replicas", 1)
+        if isinstance(replicas, int) and replicas > 1:
+            raise ConfigError(
+                f"{self._kind} divides the samples among {replicas} ranks itself, of which there "
+                "will be more or fewer",
+                hint="create it with num_replicas=1, rank=0: run.loader divides them",
+            )
+
+    def _copied(self, sampler: Any) -> Any:
+        """A copy without the dataset: an iteration may change what the sampler holds."""
+        try:
+            return copy.deepcopy(sampler, _kept(sampler, self._dataset))
+        except Exception as error:
+            raise ConfigError(
+                f"{self._kind} cannot be copied, so its order cannot be repeated after a fault: "
+                f"{error}",
+                hint="write a class whose __iter__ returns a new iterator, without a process group "
+                "or an open file in its attributes",
+            ) from error
+
+    def _drawn(self, sampler: Any, seed: int, epoch: int) -> _Drawn:
+        """The indices of one iteration, which changes the sampler."""
+        key = derive_seed(seed, epoch, _OWN_SAMPLER)
+        with preserved_generators():
+            seed_all(key)
+            _seed_inside(sampler, key, self._dataset)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            drawn = _read(sampler, self._kind, self._samples)
+        _check_indices(self._kind, drawn.indices, self._samples)
+        return drawn
+
+    def _name(self, drawn: _Drawn) -> str:
+        parts = [drawn.indices, *([] if drawn.bounds is None else [drawn.bounds])]
+        return f"{self._kind} of {drawn.units}, {_digest(np.concatenate(parts))}"
+
+
+class _Drawn(NamedTuple):
+    """The indices of an epoch, and the bounds of its batches."""
+
+    indices: Int64s
+    bounds: Int64s | None
+
+    @property
+    def units(self) -> int:
+        return (self.indices if self.bounds is None else self.bounds[1:]).size
+
+
+_LONGEST = 2**28  # indices of one epoch: 2 GiB
+_PASSES = 16  # over the dataset, of a sampler without len()
+_ATOMS = frozenset({int, float, bool, str, type(None)})
+
+
+def _read(sampler: Any, kind: str, samples: int) -> _Drawn:
+    most = _LONGEST if hasattr(sampler, "__len__") else min(_PASSES * samples, _LONGEST)
+    values = iter(sampler)
+    first = next(values, None)
+    if first is None:
+        return _Drawn(np.empty(0, np.int64), None)
+    values = chain([first], values)
+    sizes: list[int] = []
+    is_batched = isinstance(first, (list, tuple, np.ndarray)) or (
+        isinstance(first, torch.Tensor) and first.dim() > 0
+    )
+    flat = _flattened(values, sizes) if is_batched else values
+    try:
+        indices = np.fromiter(map(operator.index, islice(flat, most + 1)), np.int64)
+    except TypeError as error:
+        raise ConfigError(
+            f"{kind} does not contain sample indices: {error}",
+            hint="yield integers: indices into the dataset, from 0; a batch sampler, lists of them",
+        ) from error
+    if indices.size > most:
+        raise ConfigError(
+            f"{kind} has not ended after {most} samples: its epochs have no end",
+            hint="end __iter__ after one pass over the dataset: for epoch in run.epochs(n) repeats "
+            "it, or define __len__",
+        )
+    return _Drawn(indices, np.cumsum([0, *sizes], dtype=np.int64) if is_batched else None)
+
+
+def _flattened(batches: Iterable[Any], sizes: list[int]) -> Iterator[Any]:
+    for batch in batches:
+        sizes.append(len(batch))
+        yield from batch
+
+
+def _seed_inside(sampler: Any, key: int, dataset: object) -> None:
+    """Seed the generators that a sampler holds."""
+    for number, held in enumerate(_held(sampler, dataset)):
+        seed = derive_seed(key, number)
+        if isinstance(held, torch.Generator):
+            held.manual_seed(seed)
+        elif isinstance(held, random.Random):
+            held.seed(seed)
+        elif isinstance(held, np.random.Generator):
+            kind: Any = type(held.bit_generator)
+            held.bit_generator.state = kind(seed).state
+        elif isinstance(held, np.random.RandomState):
+            held.seed(seed & 0xFFFFFFFF)
+
+
+def _kept(sampler: Any, dataset: object) -> dict[int, Any]:
+    """What :func:`copy.deepcopy` need not copy, by id: datasets and models, and long lists of
+    numbers, which it would copy one by one."""
+    memo: dict[int, Any] = {id(dataset): dataset}
+    for one in _held(sampler, dataset):
+        if isinstance(one, (Dataset, nn.Module)):
+            memo[id(one)] = one
+        elif isinstance(one, list) and _ATOMS.issuperset(map(type, one)):
+            memo[id(one)] = one.copy()
+    return memo
+
+
+def _held(sampler: Any, dataset: object) -> Iterator[Any]:
+    """The objects inside a sampler, each once, without those inside datasets and models."""
+    left, seen = [sampler], {id(dataset)}
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, (Dataset, nn.Module, torch.Tensor, np.ndarray, type)):
+            continue
+        if isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, (list, tuple)):
+            left += () if _ATOMS.issuperset(map(type, one)) else one
+        else:
+            left += getattr(one, "__dict__", {}).values()
+
+
+def draw_of(sampler: object, dataset: object, samples: int) -> Draw:
+    """The draw of a sampler for a dataset of ``samples`` samples.
+
+    Raises ConfigError for a sampler with indices outside the dataset.
     """
     if type(sampler) is SequentialSampler:
         n = len(sampler)
@@ -437,7 +672,7 @@ def draw_of(sampler: object, samples: int) -> Draw | None:
         sampler, (list, tuple, range, np.ndarray, torch.Tensor)
     ):
         return IndexList(sampler, samples)
-    return None
+    return OwnSampler(sampler, dataset, samples)
 
 
 def subset_of(dataset: object) -> str | None:
@@ -463,6 +698,15 @@ def _check_range(kind: str, named: int, samples: int) -> None:
         raise ConfigError(
             f"{kind} draws from {named} samples, but the dataset has {samples}",
             hint="use the same dataset for the sampler and the DataLoader",
+        )
+
+
+def _check_indices(kind: str, indices: Int64s, samples: int) -> None:
+    low, high = (int(indices.min()), int(indices.max())) if indices.size else (0, -1)
+    if low < 0 or high >= samples:
+        raise ConfigError(
+            f"{kind} has index {low if low < 0 else high}, but the dataset has {samples} samples",
+            hint="indices count from 0 in the DataLoader's dataset",
         )
 
 
@@ -688,7 +932,8 @@ _SINCE_LATER = ("subset",)  # not compared with states that lack them
 _SAME_DRAW = (
     "every rank and every start of a job needs the same samples: draw splits and weights with a "
     "seeded generator, torch.randperm(n, generator=torch.Generator().manual_seed(0)), "
-    "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
+    "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)); "
+    "a sampler of your own must not depend on the rank"
 )
 
 
@@ -838,9 +1083,12 @@ class ElasticSampler(DistributedSampler[int]):
 
     def samples_at(self, epoch: int, positions: Int64s) -> Int64s:
         """The dataset indices at global ``positions`` of ``epoch``."""
+        return self._order_of(epoch).at(positions)
+
+    def _order_of(self, epoch: int) -> Order:
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, self.draw.order(self.seed, epoch))
-        return self._order[1](positions)
+        return self._order[1]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and everything that it depends on, as JSON values."""
@@ -877,13 +1125,13 @@ class ElasticSampler(DistributedSampler[int]):
     def _identity(self) -> dict[str, Any]:
         return {
             "order_version": ORDER_VERSION,
+            "sampler": self.draw.name,  # before n, which may differ because the sampler does
             "n": self.plan.n,
             "global_batch": self.plan.global_batch,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
             "shards": self.plan.shards,
-            "sampler": self.draw.name,
             "subset": self._subset,
         }
 
@@ -897,40 +1145,62 @@ class ElasticSampler(DistributedSampler[int]):
         self, position: Position, rank: int, world: int, micro_batch: int | None
     ) -> Iterator[RankStep]:
         step, last = position.step, self.plan.steps - 1
-        full, tail = (self._sizes(number, rank, world, micro_batch) for number in (0, last))
         while step <= last:
             chunk = self._chunk(step, rank, world)
-            ranges = [self._read_positions(number, rank, world) for number in chunk]
-            samples = iter(self.samples_at(position.epoch, np.concatenate(ranges)).tolist())
-            for number in chunk:
-                total, sizes = full if number < last else tail
+            steps = [self._spans(position.epoch, s, rank, world, micro_batch) for s in chunk]
+            # The step's first position is the filler, before the rank's share.
+            ranges = [np.array([start]) for (start, _), _, _ in steps]
+            shares = [np.arange(*share, dtype=np.int64) for _, share, _ in steps]
+            read = np.concatenate(
+                [part for pair in zip(ranges, shares, strict=True) for part in pair]
+            )
+            samples = iter(self.samples_at(position.epoch, read).tolist())
+            for number, ((start, stop), _, spans) in zip(chunk, steps, strict=True):
                 filler = next(samples)
-                first = self.plan.share(*self.plan.span(number), rank, world)[0]
-                micros = []
-                for size in sizes:
-                    micros.append(MicroShare(tuple(islice(samples, size)), filler, first))
-                    first += size
-                yield RankStep(position.epoch, number, total, tuple(micros))
+                micros = tuple(
+                    MicroShare(tuple(islice(samples, last - first)), filler, first)
+                    for first, last in spans
+                )
+                yield RankStep(position.epoch, number, stop - start, micros)
             step = chunk.stop
 
     def _chunk(self, step: int, rank: int, world: int) -> range:
         steps = max(1, _READ_AHEAD * world // self.plan.global_batch)
         return range(step, min(step + steps, self.plan.steps))
 
-    def _read_positions(self, step: int, rank: int, world: int) -> Int64s:
-        """The positions of the rank's share, preceded by the step's first position: the filler."""
+    def _spans(
+        self, epoch: int, step: int, rank: int, world: int, micro_batch: int | None
+    ) -> tuple[Span, Span, list[Span]]:
+        """The positions of a step, of the rank's share of it, and of the share's micro-batches."""
         start, stop = self.plan.span(step)
-        first, last = self.plan.share(start, stop, rank, world)
-        return np.concatenate(([start], np.arange(first, last, dtype=np.int64)))
+        share = self.plan.share(start, stop, rank, world)
+        micros = self.plan.micro_batches(start, stop, rank, world, micro_batch)
+        bounds = self._order_of(epoch).bounds
+        if bounds is None:
+            return (start, stop), share, micros
 
-    def _sizes(
-        self, step: int, rank: int, world: int, micro_batch: int | None
-    ) -> tuple[int, list[int]]:
-        """The number of samples of ``step`` on all ranks, and of each of this rank's
-        micro-batches."""
-        start, stop = self.plan.span(step)
-        spans = self.plan.micro_batches(start, stop, rank, world, micro_batch)
-        return stop - start, [last - first for first, last in spans]
+        def samples(batches: Span) -> Span:
+            first, last = batches
+            return int(bounds[first]), int(bounds[last])
+
+        return samples((start, stop)), samples(share), [samples(micro) for micro in micros]
+
+
+def rank_samples(sampler: ElasticSampler, at: Position, world: int) -> tuple[int, ...]:
+    """The number of samples of each of ``world`` ranks in the step that begins at a position."""
+    start, stop = sampler.plan.span(at.step)
+    bounds = sampler._order_of(at.epoch).bounds
+    if bounds is None:
+        return _shares(sampler.plan, stop - start, world)
+    spans = (sampler.plan.share(start, stop, rank, world) for rank in range(world))
+    return tuple(int(bounds[last] - bounds[first]) for first, last in spans)
+
+
+@lru_cache(maxsize=16)
+def _shares(plan: EpochPlan, samples: int, world: int) -> tuple[int, ...]:
+    """The numbers of samples of the ranks in a step of ``samples``."""
+    spans = (plan.share(0, samples, rank, world) for rank in range(world))
+    return tuple(last - first for first, last in spans)
 
 
 def _from_group(read: Callable[[], int], default: int) -> int:

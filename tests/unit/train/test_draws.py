@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -23,8 +27,8 @@ from torch.utils.data import (
 )
 
 from elastic.errors import ConfigError
-from elastic.train.loader import ElasticLoader, shard
-from elastic.train.sampler import Position
+from elastic.train.loader import ElasticLoader, same_shares, shard
+from elastic.train.sampler import Position, rank_samples
 
 N = 53
 PART = [50, 3, 17, 8, 29, 41, 0, 12, 33, 26, 5]
@@ -34,6 +38,60 @@ WEIGHTS = [0.0, 1.0, 0.5, 8.0] * 13 + [3.0]
 def numbers(n: int = N) -> TensorDataset:
     return TensorDataset(torch.arange(n))
 
+
+class LongestFirst(Sampler[int]):
+    """Groups samples of similar length, shuffled by torch's default generator."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(len(self.lengths)).tolist()
+        chunks = [order[i : i + 20] for i in range(0, len(order), 20)]
+        return (index for part in chunks for index in sorted(part, key=self.lengths.__getitem__))
+
+
+class Shuffled(Sampler[int]):
+    """Shuffles its own list in place, with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.indices, self.rng = list(PART), random.Random(5)
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng.shuffle(self.indices)
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class Counting(Sampler[int]):
+    """Counts its own iterations, which is its only source of an order."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng(self.epoch).permutation(N)
+        self.epoch += 1
+        yield from order
+
+    def __len__(self) -> int:
+        return N
+
+
+class Weighted(WeightedRandomSampler):
+    """torch's sampler, but drawn by numpy, as for more weights than torch.multinomial takes."""
+
+    def __iter__(self) -> Iterator[int]:
+        p = self.weights.numpy()
+        return iter(np.random.choice(len(p), self.num_samples, p=p / p.sum()))
+
+
+LENGTHS = [(7 * index) % 19 for index in range(N)]
 
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "part": lambda data: SubsetRandomSampler(PART),
@@ -45,6 +103,10 @@ SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "more, with replacement": lambda data: RandomSampler(data, replacement=True, num_samples=130),
     "first": lambda data: SequentialSampler(range(20)),
     "list": lambda data: list(PART),
+    "own, by length": lambda data: LongestFirst(LENGTHS),
+    "own, in place": lambda data: Shuffled(),
+    "own, counting": lambda data: Counting(),
+    "own, weighted": lambda data: Weighted(WEIGHTS, 40),
 }
 
 
@@ -103,7 +165,8 @@ def test_each_epoch_and_each_seed_has_its_own_draw(sampler: str) -> None:
     first = epoch(one)
     assert epoch(one, 1) != first
     assert epoch(one, 0) == first
-    assert epoch(loader(sampler, seed=1)) != first
+    if sampler != "own, counting":  # its author's seed
+        assert epoch(loader(sampler, seed=1)) != first
 
 
 @pytest.mark.parametrize("sampler", ["first", "list"])
@@ -367,6 +430,278 @@ def test_a_dataset_may_receive_lists_of_indices() -> None:
     assert max(map(len, evaluated)) == 4
 
 
+# -- samplers of one's own ------------------------------------------------------------------------
+
+
+def test_set_epoch_is_called_on_a_sampler_of_ones_own() -> None:
+    class ByEpoch(Sampler[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            generator = torch.Generator().manual_seed(3 + self.epoch)
+            return iter(torch.randperm(N, generator=generator).tolist())
+
+    given = ByEpoch()
+    one = ElasticLoader(DataLoader(numbers(), 4, sampler=given))
+    given.set_epoch(7)  # a call of the script may stay
+    expected = torch.randperm(N, generator=torch.Generator().manual_seed(5)).tolist()
+    assert epoch(one, 2) == expected
+
+
+def test_an_own_sampler_is_never_iterated_and_leaves_the_generators_alone() -> None:
+    given = Counting()
+    torch.manual_seed(11)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(11)
+    epoch(ElasticLoader(DataLoader(numbers(), 4, sampler=given)), 2)
+    assert given.epoch == 0
+    assert torch.rand(3).tolist() == expected
+
+
+def test_datasets_and_models_inside_a_sampler_are_not_copied() -> None:
+    class Unique(TensorDataset):
+        def __deepcopy__(self, memo: object) -> None:
+            raise AssertionError
+
+    class OverData(Sampler[int]):
+        def __init__(self, data: Any) -> None:
+            self.parts = {"data": data}
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(0, len(self.parts["data"]), 2))
+
+    data = Unique(torch.arange(N))
+    other = Unique(torch.arange(N))
+    for held in (data, other):
+        assert epoch(ElasticLoader(DataLoader(data, 4, sampler=OverData(held)))) == [
+            *range(0, N, 2)
+        ]
+
+
+class Yields(Sampler[Any]):
+    def __init__(self, values: Callable[[], Iterable[Any]], **attributes: Any) -> None:
+        self.values = values
+        self.__dict__.update(attributes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values())
+
+
+def endless() -> Iterator[int]:
+    while True:
+        yield 0
+
+
+@pytest.mark.parametrize(
+    ("sampler", "named", "remedy"),
+    [
+        (Yields(lambda: [time.perf_counter_ns() % N]), "yields other indices each time", "time"),
+        (Yields(lambda: [1, N]), "has index 53, but the dataset has 53 samples", "from 0"),
+        (Yields(lambda: [1, 2.5]), "does not contain sample indices", "integers"),
+        (Yields(list), "is empty", "chooses"),
+        (Yields(endless), "has not ended after 848 samples", "len"),
+        (Yields(lambda: [1], num_replicas=2), "divides the samples among 2 ranks", "rank=0"),
+        (Yields(lambda: [1], file=Path(__file__).open()), "cannot be copied", "open file"),  # noqa: SIM115
+    ],
+)
+def test_samplers_whose_order_cannot_be_repeated_are_refused(
+    sampler: Any, named: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=named) as refused:
+        ElasticLoader(DataLoader(numbers(), batch_size=4, sampler=sampler))
+    assert remedy in refused.value.hint
+
+
+def test_a_sampler_that_follows_the_training_is_rejected_at_the_next_epoch() -> None:
+    hard = [1, 2, 3]
+    given = Yields(lambda: hard)
+    one = ElasticLoader(DataLoader(numbers(), 4, sampler=given))
+    assert epoch(one) == hard
+    hard[0] = 9
+    with pytest.raises(ConfigError, match=r"has changed since run\.loader"):
+        epoch(one, 1)
+
+
+def test_a_sampler_that_depends_on_the_rank_is_rejected() -> None:
+    one, other = (
+        ElasticLoader(DataLoader(numbers(), 4, sampler=Yields(partial(range, rank, N, 2))))
+        for rank in range(2)
+    )
+    with pytest.raises(ConfigError, match="saved with sampler='Yields of 27") as refused:
+        other.load_state_dict(one.state_dict())
+    assert "must not depend on the rank" in refused.value.hint
+
+
+def test_an_epoch_of_another_length_is_rejected() -> None:
+    class Growing(Counting):
+        def __iter__(self) -> Iterator[int]:
+            self.epoch += 1
+            return iter(range(self.epoch))
+
+    one = ElasticLoader(DataLoader(numbers(), 4, sampler=Growing()))
+    with pytest.raises(ConfigError, match="yields 3 samples in epoch 2, but 1 in epoch 0"):
+        epoch(one, 2)
+
+
+# -- batch samplers -------------------------------------------------------------------------------
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of samples of the same length, of different sizes, in a random order."""
+
+    def __init__(self, largest: int = 4) -> None:
+        self.largest = largest
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = []
+        for length in sorted(set(LENGTHS)):
+            members = [index for index in range(N) if LENGTHS[index] == length]
+            random.shuffle(members)
+            batches += [members[i : i + self.largest] for i in range(0, len(members), self.largest)]
+        random.shuffle(batches)
+        return iter(batches)
+
+
+COUNT = 19  # batches, of two or three samples
+
+
+class Slow(BatchSampler):
+    """A subclass of torch's: batches of four in a random order, reversed."""
+
+    def __init__(self) -> None:
+        super().__init__(RandomSampler(range(N)), 4, drop_last=False)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch[::-1] for batch in super().__iter__())
+
+
+def bucketed(**options: Any) -> ElasticLoader:
+    return ElasticLoader(DataLoader(numbers(), batch_sampler=Buckets()), **options)
+
+
+def test_the_batches_of_a_batch_sampler_are_never_divided() -> None:
+    one = bucketed(largest_world=3, micro_batch=1)
+    assert (one.plan.global_batch, len(one)) == (3, 7)
+    for size in (1, 2, 3):
+        batches = [
+            batch.tolist()
+            for rank in range(size)
+            for info, (batch,) in one.batches(rank, size)
+            if info.samples
+        ]
+        assert len(batches) == COUNT
+        assert all(len({LENGTHS[index] for index in batch}) == 1 for batch in batches)
+        assert sorted(flat(batches)) == list(range(N))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1, 2])
+def test_weights_are_in_proportion_to_the_samples_of_batches(micro_batch: int | None) -> None:
+    """So that a mean over the samples of a step is the same in every world."""
+    one = bucketed(global_batch=4, micro_batch=micro_batch)
+    for size in (1, 2, 3):
+        weights = Counter[int]()
+        for rank in range(size):
+            for info, (batch,) in one.batches(rank, size):
+                if info.samples:
+                    assert len(batch) == info.samples
+                    weight = info.weight * info.rank_weight
+                    assert weight == pytest.approx(info.samples / info.global_samples)
+                    weights[info.step] += weight  # type: ignore[assignment]
+        assert list(weights.values()) == pytest.approx([1.0] * 5)
+
+
+def test_a_rank_gets_its_batches_of_a_step_as_one() -> None:
+    """Unless the loader has micro-batches: a loop over the loader has one batch in each step."""
+    alone = bucketed(global_batch=3, micro_batch=1)
+    batches = [batch.tolist() for _, (batch,) in alone.batches(0, 1)]
+    steps = [flat(batches[i : i + 3]) for i in range(0, COUNT, 3)]
+    assert read(bucketed(global_batch=3)) == steps
+    ranks = [read(bucketed(global_batch=3), rank, 2) for rank in range(2)]
+    assert [flat(parts) for parts in zip(*ranks, strict=True)] == steps
+
+
+def test_batches_continue_in_a_new_process_and_another_world() -> None:
+    one = bucketed(global_batch=3)
+    one.begin_epoch(2)
+    reference = read(one)
+    one.advance()
+    again = [bucketed(global_batch=3) for _ in range(2)]
+    for this in again:
+        this.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    ranks = [read(this, rank, 2) for rank, this in enumerate(again)]
+    assert [flat(parts) for parts in zip(*ranks, strict=True)] == reference[1:]
+
+
+def test_each_epoch_has_other_batches() -> None:
+    one = bucketed()
+    assert epoch(one) != epoch(one, 1)
+    assert epoch(one) == epoch(bucketed())
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_sampler": Slow()}, {"batch_size": None, "sampler": Slow()}]
+)
+def test_a_subclass_of_torchs_batch_sampler_keeps_its_order(options: dict[str, Any]) -> None:
+    by_list = "sampler" in options
+    given: DataLoader[Any] = DataLoader(ReadByList() if by_list else numbers(), **options)
+    one = ElasticLoader(given, global_batch=2)
+    assert len(one) == 7  # of 14 batches
+    samples = flat(
+        batch.tolist() if by_list else batch[0].tolist() for _, batch in one.batches(0, 1)
+    )
+    assert sorted(samples) == [index * (1 + by_list) for index in range(N)]
+
+
+def test_a_list_of_batches_is_read_in_its_order() -> None:
+    given = DataLoader(numbers(), batch_sampler=[[4, 5, 6], [1], [2, 3]])
+    assert read(ElasticLoader(given)) == [[4, 5, 6], [1], [2, 3]]
+
+
+def test_augmentations_of_batches_do_not_depend_on_the_world() -> None:
+    def noise(size: int) -> dict[int, float]:
+        one = ElasticLoader(DataLoader(Noise(), batch_sampler=Buckets()), global_batch=3)
+        return {
+            index: draw
+            for rank in range(size)
+            for info, (indices, draws) in one.batches(rank, size)
+            if info.samples
+            for index, draw in zip(indices.tolist(), draws.tolist(), strict=True)
+        }
+
+    assert noise(2) == noise(1)
+    assert len(set(noise(1).values())) == N
+
+
+def test_evaluation_distributes_complete_batches() -> None:
+    given = DataLoader(numbers(), batch_sampler=Buckets())
+    parts = [batch.tolist() for rank in range(3) for (batch,) in shard(given, rank, 3)]
+    assert len(parts) == COUNT
+    assert sorted(flat(parts)) == list(range(N))
+    assert all(len({LENGTHS[index] for index in part}) == 1 for part in parts)
+    assert sum(len(shard(given, rank, 3)) for rank in range(3)) == COUNT
+
+
+def test_two_loaders_fit_if_ranks_have_the_same_share_of_both() -> None:
+    """Shares of batches differ in each step; of plain samples, they do not."""
+    one, other = bucketed(global_batch=3), bucketed(global_batch=3)
+    plain = ElasticLoader(DataLoader(numbers(), batch_size=4), global_batch=9)
+    shares = [rank_samples(this.sampler, Position(), 2) for this in (one, other, plain)]
+    read_samples = tuple(len(read(one, rank, 2)[0]) for rank in range(2))
+    assert shares[0] == read_samples
+    assert same_shares(shares[0], shares[1])
+    assert shares[2] == (5, 4) and not same_shares(shares[2], (4, 5))
+
+
+def test_a_batch_sampler_must_yield_lists() -> None:
+    given = DataLoader(numbers(), batch_sampler=Yields(lambda: range(5)))
+    with pytest.raises(ConfigError, match="yields single indices") as refused:
+        ElasticLoader(given)
+    assert "sampler=…" in refused.value.hint
+
+
 # -- evaluation -----------------------------------------------------------------------------------
 
 
@@ -376,6 +711,8 @@ def test_evaluation_reads_each_sample_of_the_sampler_once(sampler: str) -> None:
     given = DataLoader(data, batch_size=4, sampler=SAMPLERS[sampler](data))
     parts = [[batch.tolist() for (batch,) in shard(given, rank, 3)] for rank in range(3)]
     expected = {"part": PART, "list": PART, "first": list(range(20))}.get(sampler, list(range(N)))
+    if sampler.startswith("own"):  # the samples of its first epoch, in that order
+        expected = list(dict.fromkeys(epoch(loader(sampler))))
     assert flat(flat(parts)) == expected
     assert [len(shard(given, rank, 3)) for rank in range(3)] == [len(part) for part in parts]
 

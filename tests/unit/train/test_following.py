@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic.errors import TrainingError
 from elastic.train.loader import ElasticLoader, same_shares
 from elastic.train.run import Run
-from elastic.train.sampler import EpochPlan, Position
+from elastic.train.sampler import ElasticSampler, Position, rank_samples
 
 EPOCHS = 3
 STEPS = 6  # of an epoch of the first loader
@@ -363,12 +363,17 @@ def test_checkpoints_contain_both_positions(tmp_path: Path) -> None:
 
 
 def test_shares_of_both_loaders_must_match_on_all_ranks() -> None:
-    assert same_shares(EpochPlan(100, 8), 8, EpochPlan(50, 8), 8, 3)
-    assert same_shares(EpochPlan(100, 12), 12, EpochPlan(50, 8), 8, 4)
-    assert not same_shares(EpochPlan(100, 12), 12, EpochPlan(50, 8), 8, 3)
-    assert not same_shares(EpochPlan(100, 8), 8, EpochPlan(50, 8), 5, 2)
-    assert same_shares(EpochPlan(100, 8), 3, EpochPlan(50, 8), 5, 1)
-    assert not same_shares(EpochPlan(100, 8, shards=4), 7, EpochPlan(100, 8), 7, 3)
+    def shares(samples: int, step: int, world: int, **options: Any) -> tuple[int, ...]:
+        sampler = ElasticSampler(range(100), 1, 0, global_batch=samples, **options)  # type: ignore[arg-type]
+        return rank_samples(sampler, Position(0, step), world)
+
+    assert same_shares(shares(8, 0, 3), shares(8, 1, 3))
+    assert same_shares(shares(12, 0, 4), shares(8, 0, 4))
+    assert not same_shares(shares(12, 0, 3), shares(8, 0, 3))
+    assert not same_shares(shares(8, 0, 2), shares(5, 0, 2))
+    assert same_shares(shares(8, 0, 1), shares(5, 0, 1))
+    assert shares(11, 9, 2) == (1, 0)  # the last step
+    assert not same_shares(shares(7, 0, 3, shards=4), shares(7, 0, 3))
 
 
 def test_batches_with_different_weights_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

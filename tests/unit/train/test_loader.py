@@ -19,7 +19,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     StackDataset,
     Subset,
     TensorDataset,
@@ -260,33 +259,11 @@ class Stream(IterableDataset[int]):
         return iter(range(9))
 
 
-class Mine(Sampler[int]):
-    """A typical sampler of a script, with a generator of its own."""
-
-    def __init__(self) -> None:
-        self.generator = random.Random(5)
-
-    def __len__(self) -> int:
-        return N
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.generator.sample(range(N), N))
-
-
-class Bins(BatchSampler):
-    def __init__(self) -> None:
-        super().__init__(range(N), 4, drop_last=False)
-
-
 @pytest.mark.parametrize(
     ("given", "named", "remedy"),
     [
         (lambda: DataLoader(Stream(), 4), "Stream is an IterableDataset", "`run.begin()`"),
         (lambda: DataLoader(Stream(), batch_size=None), "IterableDataset", "__getitem__"),
-        (lambda: DataLoader(numbers(), 4, sampler=Mine()), "Mine", "sampler=list(sampler)"),
-        (lambda: DataLoader(numbers(), batch_sampler=[[1, 2]]), "list", "batch_size=None"),
-        (lambda: DataLoader(numbers(), batch_sampler=Bins()), "Bins", "`collate_fn("),
-        (lambda: DataLoader(numbers(), batch_size=None, sampler=Bins()), "Bins", "batch_size"),
         (lambda: Prefetcher(DataLoader(numbers())), "Prefetcher", "dataloader=inner"),
         (lambda: DataLoader(numbers(0), 4), "empty", "path"),
     ],
