@@ -10,26 +10,20 @@ import hashlib
 import inspect
 import linecache
 import os
-import random
 import sys
 import tokenize
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import sep
 from pathlib import Path
 from types import (
-    BuiltinFunctionType,
     CellType,
     CodeType,
     FrameType,
     FunctionType,
-    MethodType,
-    ModuleType,
 )
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import (
@@ -37,7 +31,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import is_lazy
 from torch.utils.data import get_worker_info
 
 from checkpoints.tensors import is_dtensor, local_of
@@ -109,20 +102,33 @@ def frames_of_script(frame: FrameType | None) -> Iterator[FrameType | None]:
 
 
 def variables(frame: FrameType) -> Iterator[dict[str, object]]:
-    """The variables of each frame of the script, and the global ones of its modules.
-
-    Local variables need Python 3.13. Before, reading them changes the dict that the script may have
-    got from ``locals()``, and keeps their objects alive, such as a loss.
-    """
+    """The variables of each frame of the script, and the global ones of its modules."""
     modules: set[int] = set()
     for one in frames_of_script(frame):
         if one is None or LIBRARIES in one.f_code.co_filename:
             continue
-        if sys.version_info >= (3, 13) and one.f_code.co_flags & inspect.CO_OPTIMIZED:
-            yield dict(one.f_locals)
+        if one.f_code.co_flags & inspect.CO_OPTIMIZED:
+            yield _locals(one)
         if id(one.f_globals) not in modules:
             modules.add(id(one.f_globals))
             yield one.f_globals
+
+
+def _locals(frame: FrameType) -> dict[str, object]:
+    """A copy of a function's variables.
+
+    Before Python 3.13, ``f_locals`` is one dict per call, which the function gets from
+    ``locals()``, too, and which would keep the objects alive, such as a loss. So it is emptied, and
+    not read of a function that may hold it.
+    """
+    if sys.version_info >= (3, 13):
+        return dict(frame.f_locals)
+    if not {"locals", "vars", "eval", "exec", "set_trace"}.isdisjoint(frame.f_code.co_names):
+        return {}
+    found = frame.f_locals
+    copied = dict(found)
+    found.clear()
+    return copied
 
 
 def assigned_globals(frame: FrameType) -> frozenset[str]:
@@ -438,95 +444,6 @@ def _described(entry: _Entry, modules: Mapping[str, nn.Module]) -> str:
     kind = "plain tensors" if isinstance(entry.value, torch.Tensor) else "numbers"
     of = names.get(id(entry.parameter), f"parameter {entry.place.partition('/')[0]}")
     return f"{kind} state[{entry.key!r}] for the shards of {of!r}"
-
-
-# ----------------------------------------------------------------------------
-# Finds the objects that the training function can reach: by closures, globals and attributes.
-
-Named = tuple[str, object]
-
-_DEPTH = 6  # objects inside each other
-_OBJECTS = 20_000  # visited per search: a few milliseconds
-_ENTRIES = 1_000  # longer lists hold data
-_LEAVES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    type,
-    ModuleType,
-    BuiltinFunctionType,
-    torch.Tensor,
-    torch.optim.Optimizer,
-)
-# Instances of their classes hold no state of the script.
-_LIBRARIES_REACHABLE = frozenset(
-    {"torch", "torchvision", "numpy", "elastic", "checkpoints", "logging"}
-)
-
-
-def reachable(roots: Iterable[Named], *, without: frozenset[int] = frozenset()) -> Iterator[Named]:
-    """Objects by breadth-first search, each once, with an expression for it.
-
-    ``without``: ids of objects that are neither yielded nor entered.
-    """
-    seen = set(without)
-    left = deque((name, one, 0) for name, one in roots)
-    visited = 0
-    while left and visited < _OBJECTS:
-        name, one, depth = left.popleft()
-        if isinstance(one, _LEAVES) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        visited += 1
-        yield name, one
-        if depth < _DEPTH:
-            left.extend((n, inner, depth + 1) for n, inner in _inside(name, one))
-
-
-def _inside(name: str, one: Any) -> Iterable[Named]:
-    if isinstance(one, dict):  # other mappings may read files: shelve, h5py
-        return _of_dict(name, one) if len(one) <= _ENTRIES else ()
-    if isinstance(one, (list, tuple, deque)):
-        return [(f"{name}[{i}]", o) for i, o in enumerate(one)] if len(one) <= _ENTRIES else ()
-    if isinstance(one, FunctionType):
-        return _closure(one)
-    if isinstance(one, MethodType):
-        return [("self", one.__self__), *_closure(one.__func__)]
-    if isinstance(one, functools.partial):
-        return [(name, part) for part in (one.func, *one.args, *one.keywords.values())]
-    is_module = isinstance(one, nn.Module)
-    if type(one).__module__.partition(".")[0] in _LIBRARIES_REACHABLE and not is_module:
-        return ()
-    attributes = getattr(one, "__dict__", {})
-    found = [(f"{name}.{key}", value) for key, value in list(attributes.items())]
-    if is_module:
-        found += [(f"{name}.{key}", child) for key, child in one.named_children()]
-    return found
-
-
-def _of_dict(name: str, entries: dict[Any, Any]) -> list[Named]:
-    """A dict named "" holds variables."""
-    return [
-        (f"{name}[{key!r}]" if name else str(key), value)
-        for key, value in list(entries.items())
-        if isinstance(key, (str, int))
-    ]
-
-
-def _closure(function: Any) -> list[Named]:
-    found: list[Named] = []
-    for name, cell in zip(
-        function.__code__.co_freevars, getattr(function, "__closure__", None) or (), strict=False
-    ):
-        try:
-            found.append((name, cell.cell_contents))
-        except ValueError:
-            continue  # not assigned yet
-    return found
 
 
 # ----------------------------------------------------------------------------
@@ -1123,69 +1040,13 @@ def _is_used(name: str, loop: ast.AST, update: ast.stmt) -> bool:
 
 
 # ----------------------------------------------------------------------------
-# Warns of random generators of the script that the loop draws from in every step.
-#
-# ``rng = np.random.default_rng(0)`` selects the data set of the next batch, or draws noise: it is
-# at its beginning on a joining node and in a restarted job, and a repeated step draws other
-# numbers. It is not refused, because the numbers may only be for display.
-
-REMEDY = (
-    "Draw from torch's, NumPy's or random's default generator, which have a seed for each step and "
-    "rank, or, for the same numbers on all ranks, from a new generator in each step: "
-    'torch.Generator().manual_seed(run.state["step"])'
-)
-_DRAWS = 3  # steps in a row
-
-
-class UntrackedGenerators:
-    """Observes generators that the training function can reach. One per process."""
-
-    def __init__(self) -> None:
-        self._states: dict[str, tuple[int, int]] = {}  # by path: the generator, and its state
-        self._draws: dict[str, int] = {}
-        self._has_warned = False
-
-    def observe(self, path: str, one: object) -> None:
-        """Called for each object and each step of a search."""
-        state = None if self._has_warned else _state(one)
-        if state is None:
-            return
-        seed = one.initial_seed() if isinstance(one, torch.Generator) else 0  # it may be set anew
-        found = (id(one) ^ seed, state)
-        before = self._states.get(path, (0, 0))
-        self._states[path] = found
-        has_drawn = before[0] == found[0] and before != found
-        self._draws[path] = self._draws.get(path, 0) + 1 if has_drawn else 0
-        if self._draws[path] >= _DRAWS:
-            self._has_warned = True
-            get_logger().warning(
-                "%s draws random numbers in every step, but is not part of the job's state: it "
-                "begins anew on a joining node and in a restarted job, and a repeated step draws "
-                "other numbers. %s",
-                path,
-                REMEDY,
-            )
-
-
-def _state(one: object) -> int | None:
-    """A digest of a generator's state; None for other objects."""
-    if isinstance(one, torch.Generator):
-        return hash(one.get_state().numpy().tobytes()) if one.device.type == "cpu" else None
-    if isinstance(one, np.random.Generator):
-        return hash(repr(one.bit_generator.state))
-    if isinstance(one, np.random.RandomState):
-        return hash(repr(one.get_state(legacy=False)))
-    return hash(one.getstate()) if isinstance(one, random.Random) else None
-
-
-# ----------------------------------------------------------------------------
 # Warns of local variables of the training function on which the training depends.
 #
 # ``completed_steps = 0`` before the loop, ``completed_steps += 1`` in it, and ``if completed_steps
 # >= max_train_steps: break``: in the next world run.retry calls its function again, the loop
 # resumes, but the count begins anew, and the job trains too long. The same applies to a sequence
-# length that grows with the count, and to ``rng = random.Random(0)``, which selects the loader of
-# each batch. It is read from the source, and it is not refused, because the loop may end before.
+# length that grows with the count. It is read from the source, because most locals of a loop change
+# in each step, and it is not refused, because the loop may end before.
 # Counts that are only printed, or that select the batches of an accumulation, cause no warning.
 
 Loop = ast.For | ast.While
@@ -1194,7 +1055,6 @@ _REPORTS = (
     *("print", "log", "info", "debug", "warning", "write", "format", "add_scalar", "add_scalars"),
     *("set_postfix", "set_description", "log_metrics", "log_dict"),
 )
-_GENERATORS = ("Random", "default_rng", "RandomState", "Generator")
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
@@ -1215,14 +1075,6 @@ def warn_of_local_state(frame: FrameType | None = None) -> None:
 def _warn_of(function: ast.FunctionDef, line: int) -> None:
     for name, first in _counters(function, line):
         _warn_of_counter(name, first, function.name)
-    for name in _generators(function, line):
-        get_logger().warning(
-            "%s begins anew when run.retry calls %s again in the next world, while the loop "
-            "resumes: it would draw the numbers of the first steps. %s",
-            name,
-            function.name,
-            REMEDY,
-        )
 
 
 def _warn_of_counter(name: str, first: int, function: str) -> None:
@@ -1259,34 +1111,11 @@ def _counters(function: ast.FunctionDef, line: int) -> Iterator[tuple[str, int]]
         is_counted_always = parents[node] is loop and not is_reset
         uses = [n for n in ast.walk(around[0]) if isinstance(n, ast.Name) and n.id == name]
         loads = [n for n in uses if isinstance(n.ctx, ast.Load)]
-        if any(_decides_on_the_end(n, parents) for n in loads) or (
-            is_counted_always and any(_matters(n, parents) for n in loads)
+        if any(decides_on_the_end(n, parents) for n in loads) or (
+            is_counted_always and any(matters(n, parents) for n in loads)
         ):
             seen.add(name)
             yield name, first
-
-
-def _generators(function: ast.FunctionDef, line: int) -> Iterator[str]:
-    """The names of random generators that are created before the loop, and used in it."""
-    around = _loops_around(function, line)
-    for node in ast.walk(function) if around else ():
-        if not isinstance(node, ast.Assign) or node.lineno >= around[0].lineno:
-            continue
-        target = node.targets[0]
-        if not isinstance(target, ast.Name) or not isinstance(node.value, ast.Call):
-            continue
-        calls = [n for n in ast.walk(node.value) if isinstance(n, ast.Call)]
-        if not any(_called(call) in _GENERATORS for call in calls):
-            continue
-        uses = [n for n in ast.walk(around[0]) if isinstance(n, ast.Name) and n.id == target.id]
-        is_seeded = any(
-            isinstance(n, ast.Attribute)
-            and n.attr in ("seed", "manual_seed", "set_state")
-            and n.value in uses
-            for n in ast.walk(around[0])
-        )
-        if uses and not is_seeded:
-            yield target.id
 
 
 def _loops_around(function: ast.FunctionDef, line: int) -> list[Loop]:
@@ -1333,7 +1162,7 @@ def _integer(expression: ast.expr) -> int | None:
     return value if type(value) is int else None
 
 
-def _decides_on_the_end(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+def decides_on_the_end(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether a comparison with the count ends a loop: ``if n >= limit: break``, or ``while``."""
     node, compares = use, False
     while (parent := parents.get(node)) is not None and not isinstance(node, ast.stmt):
@@ -1349,7 +1178,7 @@ def _decides_on_the_end(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     return False
 
 
-def _matters(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+def matters(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether a computation depends on the count, and not only a message or a remainder."""
     node, matters = use, False
     while (parent := parents.get(node)) is not None and not isinstance(node, ast.stmt):
@@ -1370,420 +1199,6 @@ def _matters(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
             matters = matters or node is not parent.func
         node = parent
     return matters
-
-
-# ----------------------------------------------------------------------------
-# Warns of counters of steps that are neither in ``run.state`` nor in a tracked object.
-#
-# ``self.global_step += 1`` in a trainer, or a global variable: it is 0 on a joining node, and
-# counts a repeated step twice on the others. So is an attribute of a tracked object that its
-# ``state_dict`` lacks, such as the number of updates of an average. It is not refused, because a
-# count that is only printed does no harm.
-
-_STEPS = 3  # by one in each
-
-
-class StepCounters:
-    """Observes integers that the training function can reach. One per process."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, tuple[int, int]] = {}  # by path: the value, and steps in a row
-        self._has_warned = False
-
-    def observe(self, path: str, one: object, assigned: frozenset[str]) -> None:
-        """Called for each object and each step of a search. ``assigned``: the global variables that
-        the script assigns; others are those of a loop."""
-        if self._has_warned:
-            return
-        for name, value in _variables_step_counters(path, one, assigned).items():
-            key = f"{path}.{name}" if path else name
-            if type(value) is int and self._counts_steps(key, value):
-                self._warn(
-                    key,
-                    "is not part of the job's state",
-                    f'Use run.state["{name}"] if it is more than printed',
-                )
-
-    def observe_tracked(self, name: str, one: Any) -> None:
-        """Called for each tracked object and each step of a search."""
-        if self._has_warned or not _is_of_script(type(one)):
-            return
-        counts = {n: v for n, v in getattr(one, "__dict__", {}).items() if type(v) is int}
-        saved = _integers(one.state_dict()) if counts else set()
-        for attribute, value in counts.items():
-            if value not in saved and self._counts_steps(f"{name}.{attribute}", value):
-                self._warn(
-                    f"{name}.{attribute}",
-                    f"is not in the state_dict of {name}",
-                    f"Add it to state_dict and load_state_dict of {type(one).__name__}",
-                )
-
-    def _counts_steps(self, key: str, value: int) -> bool:
-        last, steps = self._counts.get(key, (value, 0))
-        steps = steps + 1 if value == last + 1 else 0
-        self._counts[key] = value, steps
-        return steps >= _STEPS and not self._has_warned
-
-    def _warn(self, key: str, what: str, remedy: str) -> None:
-        self._has_warned = True
-        get_logger().warning(
-            "%s counts steps, but %s: after a death it is 0 on a joining node, and counts a "
-            "repeated step twice. %s",
-            key,
-            what,
-            remedy,
-        )
-
-
-def _integers(saved: object) -> set[int]:
-    """The integers in a state_dict: numbers, and tensors with one."""
-    if isinstance(saved, dict):
-        return set().union(*map(_integers, saved.values()))
-    if isinstance(saved, (list, tuple)):
-        return set().union(*map(_integers, saved))
-    if isinstance(saved, torch.Tensor) and saved.numel() == 1 and saved.device.type == "cpu":
-        return {int(saved)} if not saved.is_floating_point() else set()
-    return {saved} if isinstance(saved, int) else set()
-
-
-def _variables_step_counters(path: str, one: object, assigned: frozenset[str]) -> Mapping[str, Any]:
-    """The attributes of an object of the script's own class, or global variables."""
-    if isinstance(one, dict) and not path:
-        return {name: one[name] for name in assigned & one.keys()}
-    if isinstance(one, nn.Module) or not _is_of_script(type(one)):
-        return {}
-    return dict(getattr(one, "__dict__", {}))
-
-
-def _is_of_script(kind: type) -> bool:
-    return kind.__module__ == "__main__"
-
-
-# ----------------------------------------------------------------------------
-# Warns of buffers that change in every step, in modules that are neither wrapped nor tracked.
-#
-# DINO's loss has such a buffer, the centre of the teacher's outputs: a joining node begins with
-# zeros. It is not refused, because a buffer may only be for display, and differ among ranks.
-
-_CHANGES = 2  # in a row
-_LIBRARIES_UNTRACKED_BUFFERS = frozenset(
-    {"torch", "torchvision", "torchmetrics"}
-)  # running means of a frozen model
-
-
-class UntrackedBuffers:
-    """Observes modules that the training function can reach. One per process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, float] = {}  # by path
-        self._changes: dict[str, int] = {}
-        self._has_warned = False
-
-    def observe(self, path: str, one: object) -> None:
-        """Called for each module and each step of a search."""
-        if self._has_warned or not isinstance(one, nn.Module):
-            return
-        if type(one).__module__.partition(".")[0] in _LIBRARIES_UNTRACKED_BUFFERS:
-            return
-        buffers = {n: b for n, b in one.named_buffers(recurse=False) if b.is_floating_point()}
-        saved = one.state_dict() if buffers else {}
-        for name in buffers.keys() & saved.keys():
-            self._observe(path, name, float(buffers[name].detach().sum(dtype=torch.float64)))
-
-    def _observe(self, path: str, name: str, value: float) -> None:
-        key = f"{path}.{name}"
-        if key in self._values:
-            has_changed = value != self._values[key]
-            self._changes[key] = self._changes.get(key, 0) + 1 if has_changed else 0
-        self._values[key] = value
-        if self._changes.get(key, 0) >= _CHANGES:
-            self._has_warned = True
-            tracked = f"{path.rpartition('.')[2]}={path}"
-            get_logger().warning(
-                "%s changes in every step, but %s is not tracked: a joining node would restart it, "
-                "and a repeated step would change it twice. If it is the same on all ranks, call "
-                "run.track(%s) before training",
-                key,
-                path,
-                tracked,
-            )
-
-
-# ----------------------------------------------------------------------------
-# Refuses untracked averages of the weights: dicts and lists of tensors, and copies of a model.
-#
-# ``self.shadow[name] = decay * self.shadow[name] + (1 - decay) * param.data`` is state of the job:
-# a joining node restarts it, and a repeated step applies it twice. Nothing raises an error.
-#
-# Objects that the training function can reach, and that have tensors of the shapes of a wrapped
-# module's parameters, are observed in the first steps, and briefly at powers of two. One is
-# refused if twice it has moved towards the weights by one common fraction: the definition of an
-# average, and of no gradient, momentum, previous value or frozen copy. A few numbers of each
-# tensor suffice. (Averages that are modules with a telling name are refused earlier, in
-# :mod:`elastic.train.untracked`.)
-
-_FIRST_STEPS = 12  # observed without a pause; then three at each power of two
-_SEARCHED = 5  # of these, steps with a search although nothing was found before
-_AFTER_A_MATCH = 300  # steps observed after the first match: an update may be rare
-_MATCHES = 2
-_SAMPLE_WEIGHT_AVERAGES = 16  # numbers of each tensor
-_LEAST = 8  # numbers of all tensors
-_MOST_TENSORS = 512
-_CLOSE = 0.05  # relative deviation from a common fraction: float32, and a decay of 0.9999
-_COPIED = 0.99  # a larger fraction is a copy
-_STRAIGHT = 0.9999  # cosine of two updates: the weights move on a line, on which all is a fraction
-
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass
-class _Observed:
-    """The last values of an object, and of the weights that it resembles."""
-
-    values: list[torch.Tensor] = field(default_factory=list)
-    weights: list[torch.Tensor] = field(default_factory=list)
-    matches: int = 0
-    is_module: bool = False
-
-
-class WeightAverages:
-    """Observes what the training function can reach. One per process."""
-
-    def __init__(self, job: JobState) -> None:
-        self._job = job
-        self._call: list[Named] = []  # the function of run.retry, and its arguments
-        self._callbacks: list[object] = []
-        self._is_off = False  # an object of the script cannot be read
-        self._steps = 0
-        self._until = _FIRST_STEPS
-        self._observed: dict[str, _Observed] = {}
-        self._buffers = UntrackedBuffers()
-        self._counters = StepCounters()
-        self._generators = UntrackedGenerators()
-
-    def call(self, function: Any, arguments: Sequence[object], named: Mapping[str, object]) -> None:
-        """Search what run.retry's function can reach."""
-        code = getattr(getattr(function, "__func__", function), "__code__", None)
-        names = list(code.co_varnames[: code.co_argcount] if code is not None else ())
-        names = names[isinstance(function, MethodType) :]
-        given = zip((*names, *[""] * len(arguments)), arguments, strict=False)
-        self._call = [("", function), *given, *named.items()]
-
-    def add_callback(self, callback: object) -> None:
-        """Search what this function can reach, too."""
-        self._callbacks.append(callback)
-
-    def step_begins(self, *, is_saved: bool = False) -> None:
-        """Called before each step. Raises TrainingError for an untracked average or copy, and for
-        a variable that decays. ``is_saved``: the job has a checkpoint folder."""
-        self._steps += 1
-        if self._is_off:
-            return
-        if self._steps > self._until:
-            if self._steps & (self._steps - 1):
-                return
-            self._until = self._steps + 2
-        elif self._steps > _SEARCHED and not self._observed:
-            return
-        try:
-            if self._steps == 1:
-                refuse_copies(self._modules, self._call, sys._getframe(1))
-                refuse_decays(sys._getframe(1), is_saved=is_saved)
-                warn_of_local_state(sys._getframe(1))
-            self._observe()
-        except TrainingError:
-            raise
-        except Exception:  # noqa: BLE001  any object of the script may raise when it is read
-            self._is_off = True
-            get_logger().info("untracked averages are not searched for", exc_info=True)
-
-    def copies(self) -> dict[str, str]:
-        """Digests of the untracked modules that resemble a wrapped one, by name: a frozen copy must
-        be the same on all ranks."""
-        return {
-            path: hashlib.sha256(observed.values[-1].numpy().tobytes()).hexdigest()[:16]
-            for path, observed in self._observed.items()
-            if observed.is_module and observed.values
-        }
-
-    def _observe(self) -> None:
-        job = self._job
-        if job.is_sharded or job.built is not None or not job.modules:
-            return
-        modules = self._modules
-        references = [r for module in modules for r in _references(module)]
-        found: dict[str, _Observed] = {}
-        assigned = assigned_globals(sys._getframe(1))
-        for path, one in reachable(self._all_roots(), without=self._known(modules)):
-            self._buffers.observe(path, one)
-            self._counters.observe(path, one, assigned)
-            self._generators.observe(path, one)
-            pairs = _paired(one, references)
-            if not pairs:
-                continue
-            observed = found[path] = self._observed.get(path, _Observed())
-            observed.is_module = isinstance(one, nn.Module)
-            observed.matches += _matches(observed, *_sampled(pairs))
-            if observed.matches >= _MATCHES:
-                raise _refusal_weight_averages(path, one, self._owner(path))
-            if observed.matches:
-                self._until = max(self._until, self._steps + _AFTER_A_MATCH)
-        self._observed = found
-        for name, tracked in job.tracked.items():
-            self._counters.observe_tracked(name, tracked)
-
-    @property
-    def _modules(self) -> list[nn.Module]:
-        return [module.module for module in self._job.modules.values()]
-
-    def _all_roots(self) -> list[Named]:
-        found = [*variables(sys._getframe(1)), self._callbacks]
-        return [*(("", root) for root in found), *self._call]
-
-    def _owner(self, path: str) -> object:
-        """The object of which ``path`` is an attribute, or None."""
-        name, dot, _ = path.rpartition(".")
-        if not dot:
-            return None
-        return next((one for found, one in reachable(self._all_roots()) if found == name), None)
-
-    def _known(self, modules: Iterable[nn.Module]) -> frozenset[int]:
-        """Ids of the job's state: wrapped modules, tracked objects and what they hold."""
-        job = self._job
-        inside = [m for module in modules for m in module.modules()]
-        tracked = [("", one) for one in (*job.all_tracked.values(), job.user)]
-        held = [one for _, one in reachable(tracked)]
-        return frozenset(map(id, [*job.modules.values(), *inside, *job.tracked.values(), *held]))
-
-
-def _references(module: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """The parameters that an average may follow: of the module, or of a large part of it."""
-    parts = [module, *(c for c in module.children() if len(list(c.parameters())) > 1)]
-    return [named for part in parts if (named := dict(part.named_parameters()))]
-
-
-def _paired(one: object, references: Iterable[dict[str, nn.Parameter]]) -> Pairs | None:
-    """The tensors of ``one``, each with the parameter that it resembles."""
-    named = _tensors(one)
-    if not named:
-        return None
-    for reference in references:
-        trained = {n: p for n, p in reference.items() if p.requires_grad}
-        pairs: Pairs = [(named[n], p) for n, p in trained.items() if n in named]
-        if not pairs or len(pairs) < len(trained):
-            values = list(named.values())
-            parameters = list(trained if len(values) == len(trained) else reference)
-            if isinstance(one, nn.Module) or len(values) != len(parameters):
-                continue
-            pairs = [(v, reference[n]) for v, n in zip(values, parameters, strict=True)]
-        if all(value.shape == p.shape and value is not p for value, p in pairs):
-            return pairs
-    return None
-
-
-def _tensors(one: object) -> dict[str, torch.Tensor]:
-    """The floating-point tensors of a dict, a list or a module, by name."""
-    if isinstance(one, nn.Module):
-        named: dict[object, object] = {**dict(one.named_parameters())}
-    elif isinstance(one, dict):
-        named = dict(one)
-    elif isinstance(one, (list, tuple)):
-        named = dict(enumerate(one))
-    else:
-        return {}
-    if len(named) > 4 * _MOST_TENSORS:
-        return {}
-    return {
-        str(i) if isinstance(name, torch.Tensor) else str(name).removeprefix("module."): value
-        for i, (name, value) in enumerate(named.items())
-        if isinstance(value, torch.Tensor) and _is_readable(value)
-    }
-
-
-def _is_readable(tensor: torch.Tensor) -> bool:
-    is_plain = tensor.layout is torch.strided and tensor.device.type != "meta"
-    return is_plain and tensor.is_floating_point() and not is_lazy(tensor)
-
-
-def _sampled(pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-    pairs = pairs[:_MOST_TENSORS]
-    return _numbers([value for value, _ in pairs]), _numbers([p for _, p in pairs])
-
-
-def _numbers(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A few numbers of each tensor, read with one transfer from each device."""
-    parts = [_first(t.detach()) for t in tensors]
-    if len({part.device for part in parts}) > 1:
-        parts = [part.cpu() for part in parts]
-    return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float64, device="cpu")
-
-
-def _first(tensor: torch.Tensor) -> torch.Tensor:
-    while tensor.dim() > 1 and tensor.numel() > _SAMPLE_WEIGHT_AVERAGES:
-        tensor = tensor.narrow(0, 0, 1).squeeze(0) if tensor.shape[0] > 1 else tensor.squeeze(0)
-    return tensor.reshape(-1)[:_SAMPLE_WEIGHT_AVERAGES].double()
-
-
-def _matches(observed: _Observed, values: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether the values have moved as an average does. Remembers them for the next call."""
-    before, weights_before = observed.values, observed.weights
-    is_same_size = not before or before[-1].shape == values.shape
-    observed.values = [*before[-1:], values] if is_same_size else [values]
-    observed.weights = [*weights_before[-_FIRST_STEPS:], weights] if is_same_size else [weights]
-    if not is_same_size or len(weights_before) < 2 or values.numel() < _LEAST:
-        return False
-    if any(torch.equal(values, w) for w in observed.weights):
-        observed.matches = 0
-        return False
-    *_, earlier, last = weights_before
-    if _cosine(weights - last, last - earlier) > _STRAIGHT:
-        return False
-    return any(_is_part(values - before[-1], to - before[-1]) for to in (weights, last))
-
-
-def _is_part(moved: torch.Tensor, distance: torch.Tensor) -> bool:
-    """Whether ``moved`` is a common fraction of ``distance``."""
-    if not moved.any() or not distance.any() or not bool(torch.isfinite(moved).all()):
-        return False
-    fraction = float(moved @ distance / (distance @ distance))
-    deviation = float((moved - fraction * distance).norm() / moved.norm())
-    return 0.0 < fraction < _COPIED and deviation < _CLOSE
-
-
-def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
-    scale = float(one.norm() * other.norm())
-    return float(one @ other) / scale if scale else 1.0
-
-
-def _refusal_weight_averages(path: str, one: object, owner: object) -> TrainingError:
-    return TrainingError(
-        f"{path} averages the weights, but is not tracked: a joining node would restart the "
-        "average, a repeated step would apply it twice, and a restart would lose it",
-        hint=_hint(path, one, owner),
-    )
-
-
-def _hint(path: str, one: object, owner: object) -> str:
-    name = path.rpartition(".")[2]
-    if isinstance(one, nn.Module) and name.isidentifier():
-        return f"run.track({name}={path})"
-    owners = path.rpartition(".")[0]
-    short = owners.rpartition(".")[2]
-    if owner is None or not short.isidentifier() or not name.isidentifier():
-        return (
-            "average = copy.deepcopy(network); run.track(average=average), or track a class with "
-            "state_dict and load_state_dict that holds it"
-        )
-    short = "ema" if short == "self" else short
-    if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
-        return f"run.track({short}={owners})"
-    return (
-        f"run.track({short}={owners}), with these methods in class {type(owner).__name__}:\n"
-        "    def state_dict(self):\n"
-        f'        return {{"{name}": self.{name}}}\n'
-        "    def load_state_dict(self, state):\n"
-        f'        self.{name} = state["{name}"]'
-    )
 
 
 # ----------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from elastic.groups.world import World, world_from_environment
 from elastic.hangs.page import DATA, SCRIPT, phases
 from elastic.telemetry.log import get_logger
 from elastic.torch_private import not_compiled
+from elastic.train.changes import ChangeDetector
 from elastic.train.checks import (
     ModuleStructures,
-    WeightAverages,
     refuse_break,
     refuse_range,
     refuse_states_of_shards,
@@ -716,9 +716,9 @@ class StepLoop:
         self._checkpoints = session.checkpoints
         self._commits = Commits(session)
         self.early_leave = early_leave
-        self.averages = WeightAverages(session.job)
+        self.changes = ChangeDetector(session.job)
         self.structures = ModuleStructures()
-        self._commits.copies = self.averages.copies
+        self._commits.copies = self.changes.copies
         self.reading_ahead = ReadingAhead()
         self.generators = EarlierGenerators()
         self._has_warned_of_counts = False
@@ -913,7 +913,7 @@ class StepLoop:
             raise _second_step(self.current.step, loader)
         number, strategy = self._job.progress.step, self._session.strategy
         self.early_leave.begins(number)
-        self.averages.step_begins(is_saved=self._checkpoints.is_on)
+        self.changes.step_begins(is_saved=self._checkpoints.is_on)
         self.structures.step_begins(self._job.modules.values())
         if self.current.accumulation.since is None:
             self.lifecycle.settle()  # work that the script queued since the last step

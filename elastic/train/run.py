@@ -897,6 +897,14 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         self._parts.attempts.check_registration("track")
         self._parts.session.registry.track(named)
 
+    def untracked(self, *names: str) -> None:
+        """Declare that these values need not be saved: they do not influence training.
+
+        ``names``: as in the warning or error about changes that are not part of the job's state,
+        ``run.untracked("self.meter")``.
+        """
+        self._parts.loop.changes.ignore(names)
+
     # -- data ---------------------------------------------------------------------------------
 
     def loader(
@@ -995,7 +1003,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         process, the agent restarts it after a fault. Raises ConfigError if ``fn`` is no function.
         """
         errors.function("run.retry", fn, hint="pass the function itself: run.retry(train)")
-        self._parts.loop.averages.call(fn, args, kwargs)
+        self._parts.loop.changes.call(fn, args, kwargs)
         result: Any = None  # of the last call that has returned
         for attempt in self.attempts():
             with attempt:
@@ -1055,7 +1063,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """
         errors.function("run.after_step", callback, hint="it is called with the step")
         self._parts.session.callbacks.add(callback)
-        self._parts.loop.averages.add_callback(callback)
+        self._parts.loop.changes.add_callback(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
         """Call ``callback`` when a world's state is restored; immediately if that is the case.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 
 import pytest
 
@@ -19,11 +20,23 @@ def test_global_variables_are_found() -> None:
     assert "of_the_module" in names_seen_from_below()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 13), reason="reading them has side effects before")
-def test_local_variables_are_found_since_python_3_13() -> None:
-    average = object()
-    assert "average" in names_seen_from_below()
-    del average
+class Loss:
+    """An object that can be referred to weakly."""
+
+
+def test_local_variables_are_found_and_not_kept_alive() -> None:
+    seen: list[bool] = []
+
+    def script() -> set[str]:  # without assert, for which pytest adds a call of locals()
+        average = Loss()
+        alive = weakref.ref(average)
+        names = names_seen_from_below()
+        del average
+        seen.append(alive() is None)
+        return names
+
+    assert "average" in script()
+    assert seen == [True]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="locals() is a copy since then")

@@ -1,4 +1,4 @@
-"""Counters and random generators in local variables of the training function."""
+"""Counters in local variables of the training function."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ import pytest
 from elastic.telemetry.log import get_logger
 from elastic.train import checks
 from elastic.train.checks import warn_of_local_state
-
-HEAD = """
-import random
-import numpy as np
-import torch
-
-"""
 
 
 class Loader:
@@ -45,7 +38,7 @@ def warnings(
 
     def run(text: str) -> str:
         path = tmp_path / "script.py"
-        path.write_text(HEAD + text)
+        path.write_text(text)
         runpy.run_path(str(path), init_globals={"retry": retry, "loader": Loader(), "limit": 3})
         return caplog.text
 
@@ -192,12 +185,6 @@ def train():
 train()
 """,
 }
-GENERATORS = {
-    "random": ("random.Random(0)", "draws.random()"),
-    "NumPy": ("np.random.default_rng(0)", "draws.choice(2)"),
-    "NumPy's old one": ("np.random.RandomState(0)", "draws.rand()"),
-    "torch": ("torch.Generator().manual_seed(0)", "torch.rand(1, generator=draws)"),
-}
 
 
 @pytest.mark.parametrize("text", COUNTS.values(), ids=COUNTS)
@@ -210,36 +197,3 @@ def test_a_count_that_training_depends_on_causes_a_warning(
 @pytest.mark.parametrize("text", HARMLESS.values(), ids=HARMLESS)
 def test_other_counts_cause_no_warning(warnings: Callable[[str], str], text: str) -> None:
     assert not warnings(text)
-
-
-LOOP = """
-def train():
-    draws = {created}
-    for batch in loader:
-        {body}
-retry(train)
-"""
-
-
-@pytest.mark.parametrize("generator", GENERATORS)
-def test_a_generator_of_the_function_causes_a_warning(
-    warnings: Callable[[str], str], generator: str
-) -> None:
-    created, body = GENERATORS[generator]
-    assert "draws begins anew when run.retry calls train again" in warnings(
-        LOOP.format(created=created, body=body)
-    )
-
-
-@pytest.mark.parametrize(
-    ("created", "body"),
-    [
-        ("torch.Generator()", "torch.rand(1, generator=draws.manual_seed(batch))"),
-        ("random.Random(0)", "pass"),
-        ("None", "draws = random.Random(batch).random()"),
-    ],
-)
-def test_a_generator_of_a_step_causes_no_warning(
-    warnings: Callable[[str], str], created: str, body: str
-) -> None:
-    assert not warnings(LOOP.format(created=created, body=body))

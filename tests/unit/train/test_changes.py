@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
-from elastic.train.checks import WeightAverages
+from elastic.train.changes import ChangeDetector
 from elastic.train.ddp import ElasticDDP
 from elastic.train.state import JobState
 
@@ -30,14 +32,14 @@ class Training:
         self.job = JobState(seed=0)
         self.job.modules["model"] = ElasticDDP(self.network)
         self.job.track("optimizer", self.optimizer)
-        self.averages = WeightAverages(self.job)
+        self.changes = ChangeDetector(self.job)
         self.steps = 0
 
     def run(self, update: Callable[[], object], steps: int = 20) -> None:
         """``update``: the training function, called after each optimizer step."""
-        self.averages.call(update, (), {})
+        self.changes.call(update, (), {})
         for _ in range(steps):
-            self.averages.step_begins()
+            self.changes.step_begins()
             self.steps += 1
             x = torch.randn(8, 4)
             self.optimizer.zero_grad()
@@ -383,13 +385,13 @@ def test_what_cannot_be_read_is_not_searched() -> None:
 def test_steps_without_a_candidate_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     searched = []
-    observe = WeightAverages._observe
+    observe = ChangeDetector._observe
 
-    def counted(averages: WeightAverages) -> None:
+    def counted(averages: ChangeDetector) -> None:
         searched.append(training.steps)
         observe(averages)
 
-    monkeypatch.setattr(WeightAverages, "_observe", counted)
+    monkeypatch.setattr(ChangeDetector, "_observe", counted)
     training.run(lambda: None, steps=200)
     assert searched[:5] == [0, 1, 2, 3, 4]
     assert len(searched) < 20
@@ -441,32 +443,136 @@ def test_the_running_means_of_a_frozen_model_cause_no_warning(
     assert "changes in every step" not in caplog.text
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Each once: records reach the handler of the fixture on two ways."""
+    return list(dict.fromkeys(record.getMessage() for record in caplog.records))
+
+
+# Generators ----------------------------------------------------------------------------------
+
+GENERATORS: dict[str, tuple[Any, Callable[[Any], object]]] = {
+    "torch": (torch.Generator, lambda draws: torch.rand(1, generator=draws)),
+    "NumPy": (np.random.default_rng, lambda draws: draws.random()),
+    "NumPy's old one": (np.random.RandomState, lambda draws: draws.rand()),
+    "random": (random.Random, lambda draws: draws.random()),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_draws_in_every_step_cause_one_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    create, draw = GENERATORS[kind]
+    draws = create()
+    Training().run(lambda: draw(draws), steps=8)
+    (warning,) = warnings_of(caplog)
+    assert "  draws draws random numbers in every step: draw from torch's" in warning
+
+
+def test_draws_from_a_local_variable_of_the_loop_cause_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins anew when run.retry calls the function again."""
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training, chosen = Training(), []
+
+    def train() -> None:
+        local = random.Random(0)
+        for _ in range(6):
+            training.changes.step_begins()
+            chosen.append(local.random())
+
+    train()
+    assert "  local draws random numbers in every step" in caplog.text
+
+
+def seeded_in_each_step(training: Training) -> Callable[[], object]:
+    draws = torch.Generator()
+    return lambda: torch.rand(1, generator=draws.manual_seed(training.steps))
+
+
+def created_in_each_step(training: Training) -> Callable[[], object]:
+    created = [random.Random(0)]
+
+    def update() -> None:
+        created[0] = random.Random(training.steps)
+        created[0].random()
+
+    return update
+
+
+def used_for_each_epoch(training: Training) -> Callable[[], object]:
+    draws = torch.Generator()
+    return lambda: training.steps % 3 or torch.randperm(4, generator=draws)
+
+
+@pytest.mark.parametrize("make", [seeded_in_each_step, created_in_each_step, used_for_each_epoch])
+def test_generators_that_need_no_state_cause_no_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, make: Make
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training = Training()
+    training.run(make(training), steps=12)
+    assert not caplog.records
+
+
 # Counters ------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """Counts its steps, and looks like a class of the script."""
+    """Looks like a class of the script."""
 
     def __init__(self) -> None:
-        self.global_step, self.epoch, self.seen = 0, 0, 0
+        self.global_step, self.seen, self.shown = 0, 0, 0
+        self.epsilon, self.floor, self.loss, self.elapsed = 1.0, 1.0, 0.0, 0.0
 
     def fit(self) -> None:
         self.global_step += 1
         self.seen += 8
+        self.shown += 1
+        self.epsilon = max(0.1, 0.99 * self.epsilon)
+        self.floor -= 0.0625
+        self.loss += float(torch.rand(1))
+        self.elapsed += 2.0
+        is_over = self.global_step > 100 or self.loss > self.elapsed + self.seen
+        f"{self.shown}"
+        torch.full((1,), self.epsilon * self.floor * is_over)
 
 
 Trainer.__module__ = "__main__"
 
 
-def test_a_counter_of_steps_outside_of_the_state_causes_a_warning(
+def test_numbers_that_count_or_decay_are_reported_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their line and what saves them; not what is measured, nor what is only shown."""
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training = Training()
+    training.run(Trainer().fit, steps=8)
+    (warning,) = warnings_of(caplog)
+    lines = [line.strip() for line in warning.splitlines()[1:]]
+    path, number = __file__, Trainer.fit.__code__.co_firstlineno + 1
+    assert lines == [
+        f'self.global_step ({path}:{number}) counts steps: run.state["global_step"] in its place',
+        f"self.epsilon ({path}:{number + 3}) changes by the same amount in every step: "
+        'run.state["epsilon"] in its place',
+        f"self.floor ({path}:{number + 4}) changes by the same amount in every step: "
+        'run.state["floor"] in its place',
+    ]
+
+
+def test_what_does_not_influence_training_can_be_excluded(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(get_logger(), "propagate", True)
     training = Training()
+    training.changes.ignore(["self.global_step", "self.epsilon", "self.floor"])
     training.run(Trainer().fit, steps=8)
-    warnings = {record.getMessage() for record in caplog.records}
-    assert len(warnings) == 1
-    assert "self.global_step counts steps" in warnings.pop()
+    assert not caplog.records
+    training = Training()
+    training.changes.ignore(["ema.shadow"])
+    training.run(classic(training))
 
 
 def test_a_counter_in_the_state_causes_no_warning(
@@ -474,13 +580,15 @@ def test_a_counter_in_the_state_causes_no_warning(
 ) -> None:
     monkeypatch.setattr(get_logger(), "propagate", True)
     training = Training()
-    state = training.job.user
+    state, trainer = training.job.user, Trainer()
+    training.changes.ignore(["trainer.epsilon", "trainer.floor"])
 
     def update() -> None:
         state["step"] = state.get("step", 0) + 1
+        trainer.fit()  # its count is that of the state
 
     training.run(update, steps=8)
-    assert "counts steps" not in caplog.text
+    assert not caplog.records
 
 
 class Average:
@@ -491,6 +599,7 @@ class Average:
 
     def update(self) -> None:
         self.updates += 1
+        min(0.999, (1 + self.updates) / (10 + self.updates))  # its decay
 
     def state_dict(self) -> dict[str, Any]:
         return {"shadow": torch.zeros(1), **({"updates": self.updates} if self.is_saved else {})}
@@ -511,8 +620,8 @@ def test_a_counter_that_a_tracked_object_does_not_save_causes_a_warning(
     average = Average(is_saved=is_saved)
     training.job.track("ema", average)
     training.run(average.update, steps=8)
-    warning = "ema.updates counts steps, but is not in the state_dict of ema"
-    assert (warning in caplog.text) == (not is_saved)
+    warning = "counts steps, but is not in the state_dict of ema"
+    assert (warning in caplog.text) == ("ema.updates" in caplog.text) == (not is_saved)
     assert ("counts steps" in caplog.text) == (not is_saved)
 
 
@@ -527,9 +636,10 @@ def test_a_global_counter_causes_a_warning(
     monkeypatch.setattr(get_logger(), "propagate", True)
     training = Training()
     for _ in range(8):
-        training.averages.step_begins()
+        training.changes.step_begins()
         steps_done += 1
-    assert "steps_done counts steps" in caplog.text
+        max(0.1, 1 - steps_done / 100)
+    assert 'counts steps: run.state["steps_done"] in its place' in caplog.text
 
 
 def test_the_index_of_a_loop_causes_no_warning(
@@ -540,5 +650,5 @@ def test_the_index_of_a_loop_causes_no_warning(
     training = Training()
     for number in range(8):
         globals()["index"] = number
-        training.averages.step_begins()
+        training.changes.step_begins()
     assert "counts steps" not in caplog.text

@@ -1,0 +1,638 @@
+"""What the training loop changes and the job does not save.
+
+The state of a job is what it saves: wrapped modules, tracked objects, ``run.state``. A joining node
+gets nothing else, and a step that is repeated finds everything else as the interrupted step left
+it. So whatever else a loop changes from step to step, and reads again, makes results wrong after a
+fault, without an error.
+
+:class:`ChangeDetector` asks one question, before a few steps: what that the training function can
+reach has changed, and is no state? It looks at
+
+- tensors of the shapes of the weights, which are refused if they average the weights;
+- random generators, buffers of modules, and numbers that count or decay, of which one warning
+  names all that changed, with the line that saves each. Numbers that are only reported cause none.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import linecache
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from elastic.errors import TrainingError
+from elastic.telemetry.log import get_logger
+from elastic.train.checks import (
+    LIBRARIES,
+    assigned_globals,
+    decides_on_the_end,
+    frames_of_script,
+    matters,
+    refuse_copies,
+    refuse_decays,
+    variables,
+    warn_of_local_state,
+)
+from elastic.train.state import JobState
+
+# ----------------------------------------------------------------------------
+# Finds the objects that the training function can reach: by closures, globals and attributes.
+
+Named = tuple[str, object]
+
+_DEPTH = 6  # objects inside each other
+_OBJECTS = 20_000  # visited per search: a few milliseconds
+_ENTRIES = 1_000  # longer lists hold data
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    ModuleType,
+    BuiltinFunctionType,
+    torch.Tensor,
+    torch.optim.Optimizer,
+)
+# Instances of their classes hold no state of the script.
+_STATELESS = frozenset({"torch", "torchvision", "numpy", "elastic", "checkpoints", "logging"})
+
+
+def reachable(roots: Iterable[Named], *, without: frozenset[int] = frozenset()) -> Iterator[Named]:
+    """Objects by breadth-first search, each once, with an expression for it.
+
+    ``without``: ids of objects that are neither yielded nor entered.
+    """
+    seen = set(without)
+    left = deque((name, one, 0) for name, one in roots)
+    visited = 0
+    while left and visited < _OBJECTS:
+        name, one, depth = left.popleft()
+        if isinstance(one, _LEAVES) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        visited += 1
+        yield name, one
+        if depth < _DEPTH:
+            left.extend((n, inner, depth + 1) for n, inner in _inside(name, one))
+
+
+def _inside(name: str, one: Any) -> Iterable[Named]:
+    if isinstance(one, dict):  # other mappings may read files: shelve, h5py
+        return _of_dict(name, one) if len(one) <= _ENTRIES else ()
+    if isinstance(one, (list, tuple, deque)):
+        return [(f"{name}[{i}]", o) for i, o in enumerate(one)] if len(one) <= _ENTRIES else ()
+    if isinstance(one, FunctionType):
+        return _closure(one)
+    if isinstance(one, MethodType):
+        return [("self", one.__self__), *_closure(one.__func__)]
+    if isinstance(one, functools.partial):
+        return [(name, part) for part in (one.func, *one.args, *one.keywords.values())]
+    is_module = isinstance(one, nn.Module)
+    if type(one).__module__.partition(".")[0] in _STATELESS and not is_module:
+        return ()
+    attributes = getattr(one, "__dict__", {})
+    found = [(f"{name}.{key}", value) for key, value in list(attributes.items())]
+    if is_module:
+        found += [(f"{name}.{key}", child) for key, child in one.named_children()]
+    return found
+
+
+def _of_dict(name: str, entries: dict[Any, Any]) -> list[Named]:
+    """A dict named "" holds variables."""
+    return [
+        (f"{name}[{key!r}]" if name else str(key), value)
+        for key, value in list(entries.items())
+        if isinstance(key, (str, int))
+    ]
+
+
+def _closure(function: Any) -> list[Named]:
+    found: list[Named] = []
+    for name, cell in zip(
+        function.__code__.co_freevars, getattr(function, "__closure__", None) or (), strict=False
+    ):
+        try:
+            found.append((name, cell.cell_contents))
+        except ValueError:
+            continue  # not assigned yet
+    return found
+
+
+# ----------------------------------------------------------------------------
+# Refuses untracked averages of the weights: dicts and lists of tensors, and copies of a model.
+#
+# ``self.shadow[name] = decay * self.shadow[name] + (1 - decay) * param.data`` is state of the job:
+# a joining node restarts it, and a repeated step applies it twice. Nothing raises an error.
+#
+# Objects that the training function can reach, and that have tensors of the shapes of a wrapped
+# module's parameters, are observed in the first steps, and briefly at powers of two. One is
+# refused if twice it has moved towards the weights by one common fraction: the definition of an
+# average, and of no gradient, momentum, previous value or frozen copy. A few numbers of each
+# tensor suffice. (Averages that are modules with a telling name are refused earlier, in
+# :mod:`elastic.train.untracked`.)
+
+_FIRST_STEPS = 12  # observed without a pause; then three at each power of two
+_SEARCHED = 5  # of these, steps with a search although nothing was found before
+_AFTER_A_MATCH = 300  # steps observed after the first match: an update may be rare
+_MATCHES = 2
+_SAMPLE = 16  # numbers of each tensor
+_LEAST = 8  # numbers of all tensors
+_MOST_TENSORS = 512
+_CLOSE = 0.05  # relative deviation from a common fraction: float32, and a decay of 0.9999
+_COPIED = 0.99  # a larger fraction is a copy
+_STRAIGHT = 0.9999  # cosine of two updates: the weights move on a line, on which all is a fraction
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class _Observed:
+    """The last values of an object, and of the weights that it resembles."""
+
+    values: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+    matches: int = 0
+    is_module: bool = False
+
+
+class ChangeDetector:
+    """Finds what the loop changes and the job does not save. One per process."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._call: list[Named] = []  # the function of run.retry, and its arguments
+        self._callbacks: list[object] = []
+        self._is_off = False  # an object of the script cannot be read
+        self._steps = 0
+        self._until = _FIRST_STEPS
+        self._observed: dict[str, _Observed] = {}
+        self._changes: dict[str, _Changes] = {}  # by path
+        self._reported: set[str] = set()  # or declared not to matter
+
+    def call(self, function: Any, arguments: Sequence[object], named: Mapping[str, object]) -> None:
+        """Search what run.retry's function can reach."""
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        names = list(code.co_varnames[: code.co_argcount] if code is not None else ())
+        names = names[isinstance(function, MethodType) :]
+        given = zip((*names, *[""] * len(arguments)), arguments, strict=False)
+        self._call = [("", function), *given, *named.items()]
+
+    def add_callback(self, callback: object) -> None:
+        """Search what this function can reach, too."""
+        self._callbacks.append(callback)
+
+    def ignore(self, paths: Iterable[str]) -> None:
+        """These need not be saved."""
+        self._reported.update(paths)
+
+    def step_begins(self, *, is_saved: bool = False) -> None:
+        """Called before each step. Raises TrainingError for an untracked average or copy, and for
+        a variable that decays. ``is_saved``: the job has a checkpoint folder."""
+        self._steps += 1
+        if self._is_off:
+            return
+        if self._steps > self._until:
+            if self._steps & (self._steps - 1):
+                return
+            self._until = self._steps + 2
+        elif self._steps > _SEARCHED and not self._observed:
+            return
+        try:
+            if self._steps == 1:
+                refuse_copies(self._modules, self._call, sys._getframe(1))
+                refuse_decays(sys._getframe(1), is_saved=is_saved)
+                warn_of_local_state(sys._getframe(1))
+            self._observe()
+        except TrainingError:
+            raise
+        except Exception:  # noqa: BLE001  any object of the script may raise when it is read
+            self._is_off = True
+            get_logger().info("unsaved changes are not searched for", exc_info=True)
+
+    def copies(self) -> dict[str, str]:
+        """Digests of the untracked modules that resemble a wrapped one, by name: a frozen copy must
+        be the same on all ranks."""
+        return {
+            path: hashlib.sha256(observed.values[-1].numpy().tobytes()).hexdigest()[:16]
+            for path, observed in self._observed.items()
+            if observed.is_module and observed.values
+        }
+
+    def _observe(self) -> None:
+        job = self._job
+        if job.is_sharded or job.built is not None or not job.modules:
+            return
+        modules = self._modules
+        references = [r for module in modules for r in _references(module)]
+        found: dict[str, _Observed] = {}
+        facts: list[_Fact] = []
+        assigned = assigned_globals(sys._getframe(1))
+        for path, one in reachable(self._all_roots(), without=self._known(modules)):
+            facts += _facts(path, one, assigned)
+            pairs = _paired(one, references)
+            if not pairs or path in self._reported:
+                continue
+            observed = found[path] = self._observed.get(path, _Observed())
+            observed.is_module = isinstance(one, nn.Module)
+            observed.matches += _matches(observed, *_sampled(pairs))
+            if observed.matches >= _MATCHES:
+                raise _refusal(path, one, self._owner(path))
+            if observed.matches:
+                self._until = max(self._until, self._steps + _AFTER_A_MATCH)
+        self._observed = found
+        for name, tracked in job.tracked.items():
+            facts += _unsaved_numbers(name, tracked)
+        self._report(facts)
+
+    def _report(self, facts: Iterable[_Fact]) -> None:
+        """Warn once of all that has changed in each of the last steps."""
+        lines = []
+        saved = _numbers_in(self._job.user)  # self.step = run.state["step"] = self.step + 1
+        for fact in facts:
+            changes = self._changes.setdefault(fact.path, _Changes(fact))
+            is_saved = fact.owner is not None and fact.value in saved
+            if changes.next(fact) < _CHANGES or fact.path in self._reported or is_saved:
+                continue
+            self._reported.add(fact.path)
+            place = _place(fact, sys._getframe(1)) if fact.owner is not None else ""
+            if place is not None:
+                at = f" ({place})" if place else ""
+                lines.append(f"  {fact.path}{at} {fact.what}: {fact.remedy}")
+        if lines:
+            get_logger().warning(
+                "not part of the job's state, but changing in every step: a joining node and a "
+                "restarted job begin with the first value, and a repeated step changes it twice. "
+                "Save it, or call run.untracked(…) with the names of what does not influence "
+                "training\n%s",
+                "\n".join(lines),
+            )
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [module.module for module in self._job.modules.values()]
+
+    def _all_roots(self) -> list[Named]:
+        found = [*variables(sys._getframe(1)), self._callbacks]
+        return [*(("", root) for root in found), *self._call]
+
+    def _owner(self, path: str) -> object:
+        """The object of which ``path`` is an attribute, or None."""
+        name, dot, _ = path.rpartition(".")
+        if not dot:
+            return None
+        return next((one for found, one in reachable(self._all_roots()) if found == name), None)
+
+    def _known(self, modules: Iterable[nn.Module]) -> frozenset[int]:
+        """Ids of the job's state: wrapped modules, tracked objects and what they hold."""
+        job = self._job
+        inside = [m for module in modules for m in module.modules()]
+        tracked = [("", one) for one in (*job.all_tracked.values(), job.user)]
+        held = [one for _, one in reachable(tracked)]
+        return frozenset(map(id, [*job.modules.values(), *inside, *job.tracked.values(), *held]))
+
+
+def _references(module: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """The parameters that an average may follow: of the module, or of a large part of it."""
+    parts = [module, *(c for c in module.children() if len(list(c.parameters())) > 1)]
+    return [named for part in parts if (named := dict(part.named_parameters()))]
+
+
+def _paired(one: object, references: Iterable[dict[str, nn.Parameter]]) -> Pairs | None:
+    """The tensors of ``one``, each with the parameter that it resembles."""
+    named = _tensors(one)
+    if not named:
+        return None
+    for reference in references:
+        trained = {n: p for n, p in reference.items() if p.requires_grad}
+        pairs: Pairs = [(named[n], p) for n, p in trained.items() if n in named]
+        if not pairs or len(pairs) < len(trained):
+            values = list(named.values())
+            parameters = list(trained if len(values) == len(trained) else reference)
+            if isinstance(one, nn.Module) or len(values) != len(parameters):
+                continue
+            pairs = [(v, reference[n]) for v, n in zip(values, parameters, strict=True)]
+        if all(value.shape == p.shape and value is not p for value, p in pairs):
+            return pairs
+    return None
+
+
+def _tensors(one: object) -> dict[str, torch.Tensor]:
+    """The floating-point tensors of a dict, a list or a module, by name."""
+    if isinstance(one, nn.Module):
+        named: dict[object, object] = {**dict(one.named_parameters())}
+    elif isinstance(one, dict):
+        named = dict(one)
+    elif isinstance(one, (list, tuple)):
+        named = dict(enumerate(one))
+    else:
+        return {}
+    if len(named) > 4 * _MOST_TENSORS:
+        return {}
+    return {
+        str(i) if isinstance(name, torch.Tensor) else str(name).removeprefix("module."): value
+        for i, (name, value) in enumerate(named.items())
+        if isinstance(value, torch.Tensor) and _is_readable(value)
+    }
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and tensor.device.type != "meta"
+    return is_plain and tensor.is_floating_point() and not is_lazy(tensor)
+
+
+def _sampled(pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = pairs[:_MOST_TENSORS]
+    return _numbers([value for value, _ in pairs]), _numbers([p for _, p in pairs])
+
+
+def _numbers(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A few numbers of each tensor, read with one transfer from each device."""
+    parts = [_first(t.detach()) for t in tensors]
+    if len({part.device for part in parts}) > 1:
+        parts = [part.cpu() for part in parts]
+    return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float64, device="cpu")
+
+
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    while tensor.dim() > 1 and tensor.numel() > _SAMPLE:
+        tensor = tensor.narrow(0, 0, 1).squeeze(0) if tensor.shape[0] > 1 else tensor.squeeze(0)
+    return tensor.reshape(-1)[:_SAMPLE].double()
+
+
+def _matches(observed: _Observed, values: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether the values have moved as an average does. Remembers them for the next call."""
+    before, weights_before = observed.values, observed.weights
+    is_same_size = not before or before[-1].shape == values.shape
+    observed.values = [*before[-1:], values] if is_same_size else [values]
+    observed.weights = [*weights_before[-_FIRST_STEPS:], weights] if is_same_size else [weights]
+    if not is_same_size or len(weights_before) < 2 or values.numel() < _LEAST:
+        return False
+    if any(torch.equal(values, w) for w in observed.weights):
+        observed.matches = 0
+        return False
+    *_, earlier, last = weights_before
+    if _cosine(weights - last, last - earlier) > _STRAIGHT:
+        return False
+    return any(_is_part(values - before[-1], to - before[-1]) for to in (weights, last))
+
+
+def _is_part(moved: torch.Tensor, distance: torch.Tensor) -> bool:
+    """Whether ``moved`` is a common fraction of ``distance``."""
+    if not moved.any() or not distance.any() or not bool(torch.isfinite(moved).all()):
+        return False
+    fraction = float(moved @ distance / (distance @ distance))
+    deviation = float((moved - fraction * distance).norm() / moved.norm())
+    return 0.0 < fraction < _COPIED and deviation < _CLOSE
+
+
+def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    scale = float(one.norm() * other.norm())
+    return float(one @ other) / scale if scale else 1.0
+
+
+def _refusal(path: str, one: object, owner: object) -> TrainingError:
+    return TrainingError(
+        f"{path} averages the weights, but is not tracked: a joining node would restart the "
+        "average, a repeated step would apply it twice, and a restart would lose it",
+        hint=_hint(path, one, owner),
+    )
+
+
+def _hint(path: str, one: object, owner: object) -> str:
+    name = path.rpartition(".")[2]
+    if isinstance(one, nn.Module) and name.isidentifier():
+        return f"run.track({name}={path})"
+    owners = path.rpartition(".")[0]
+    short = owners.rpartition(".")[2]
+    if owner is None or not short.isidentifier() or not name.isidentifier():
+        return (
+            "average = copy.deepcopy(network); run.track(average=average), or track a class with "
+            "state_dict and load_state_dict that holds it"
+        )
+    short = "ema" if short == "self" else short
+    if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+        return f"run.track({short}={owners})"
+    return (
+        f"run.track({short}={owners}), with these methods in class {type(owner).__name__}:\n"
+        "    def state_dict(self):\n"
+        f'        return {{"{name}": self.{name}}}\n'
+        "    def load_state_dict(self, state):\n"
+        f'        self.{name} = state["{name}"]'
+    )
+
+
+# ----------------------------------------------------------------------------
+# Reads what may change: the state of generators, buffers of modules, and numbers.
+
+_CHANGES = 3  # in a row
+# Running means of a frozen model are part of how it is used.
+_WITHOUT_BUFFERS = frozenset({"torch", "torchvision", "torchmetrics"})
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_SAME = 1e-6  # relative difference of two moves of a number: rounding
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """A value at one boundary."""
+
+    path: str  # an expression for it
+    value: object
+    what: str  # that it changes means
+    remedy: str
+    identity: int = 0  # another one is no change, but another thing
+    owner: object = None  # of a number: the object whose attribute it is, or a module's variables
+
+
+@dataclass
+class _Changes:
+    """How often in a row a value has changed."""
+
+    fact: _Fact
+    times: int = 0
+    last_move: float = 0.0
+    last_ratio: float = 0.0
+
+    def next(self, fact: _Fact) -> int:
+        """The changes in a row, with this value."""
+        before, self.fact = self.fact, fact
+        if before.identity != fact.identity or before.value == fact.value:
+            self.times = 0
+        elif isinstance(fact.value, (int, float)) and isinstance(before.value, (int, float)):
+            self.times = self._moves(before.value, fact.value)
+        else:
+            self.times += 1
+        return self.times
+
+    def _moves(self, before: float, now: float) -> int:
+        """A number counts by one, or decays: what is measured moves irregularly."""
+        if isinstance(before, int) and isinstance(now, int):
+            return self.times + 1 if now == before + 1 else 0
+        move, ratio = now - before, now / before if before else 0.0
+        is_alike = _is_close(move, self.last_move) and move % 1.0 != 0.0
+        is_alike |= _is_close(ratio, self.last_ratio)
+        self.last_move, self.last_ratio = move, ratio
+        return self.times + 1 if is_alike or not self.times else 1
+
+
+def _is_close(one: float, other: float) -> bool:
+    return one != 0.0 and abs(one - other) <= _SAME * abs(one)
+
+
+def _facts(path: str, one: Any, assigned: frozenset[str]) -> Iterator[_Fact]:
+    """``assigned``: the global variables that functions of the script assign."""
+    if isinstance(one, _GENERATORS):
+        yield from _state(path, one)
+    elif isinstance(one, nn.Module):
+        yield from _buffers(path, one)
+    elif isinstance(one, dict) and not path:
+        yield from _numbers_of(path, {name: one[name] for name in assigned & one.keys()}, one)
+    elif _is_of_script(type(one)):
+        yield from _numbers_of(path, getattr(one, "__dict__", {}), one)
+
+
+def _state(path: str, one: Any) -> Iterator[_Fact]:
+    seed = 0
+    if isinstance(one, torch.Generator):
+        if one.device.type != "cpu":
+            return
+        state, seed = hash(one.get_state().numpy().tobytes()), one.initial_seed()
+    elif isinstance(one, np.random.Generator):
+        state = hash(repr(one.bit_generator.state))
+    elif isinstance(one, np.random.RandomState):
+        state = hash(repr(one.get_state(legacy=False)))
+    else:
+        state = hash(one.getstate())
+    # It may be seeded in each step: then its numbers do not depend on what it drew before.
+    yield _Fact(path, (state,), "draws random numbers in every step", _DRAW, id(one) ^ seed)
+
+
+_DRAW = (
+    "draw from torch's, NumPy's or random's default generator, which have a seed for each step and "
+    "rank, or, for the same numbers on all ranks, from a new generator in each step: "
+    'torch.Generator().manual_seed(run.state["step"])'
+)
+
+
+def _buffers(path: str, module: nn.Module) -> Iterator[_Fact]:
+    if type(module).__module__.partition(".")[0] in _WITHOUT_BUFFERS:
+        return
+    buffers = {n: b for n, b in module.named_buffers(recurse=False) if b.is_floating_point()}
+    saved = module.state_dict() if buffers else {}
+    for name in buffers.keys() & saved.keys():
+        total = float(buffers[name].detach().sum(dtype=torch.float64))
+        remedy = f"run.track({path.rpartition('.')[2]}={path}) before training"
+        yield _Fact(f"{path}.{name}", (total,), f"changes in every step in {path}", remedy)
+
+
+def _numbers_of(path: str, named: Mapping[str, Any], owner: object) -> Iterator[_Fact]:
+    for name, value in list(named.items()):
+        if type(value) in (int, float):
+            key = f"{path}.{name}" if path else name
+            remedy = f'run.state["{name}"] in its place'
+            yield _Fact(key, value, _moves_as(value), remedy, owner=owner)
+
+
+def _moves_as(value: float) -> str:
+    return "counts steps" if isinstance(value, int) else "changes by the same amount in every step"
+
+
+def _unsaved_numbers(name: str, one: Any) -> Iterator[_Fact]:
+    """Attributes of a tracked object that its state_dict lacks."""
+    if not _is_of_script(type(one)):
+        return
+    numbers = {n: v for n, v in getattr(one, "__dict__", {}).items() if type(v) is int}
+    saved = _numbers_in(one.state_dict()) if numbers else set()
+    for attribute, value in numbers.items():
+        if value not in saved:
+            what = f"counts steps, but is not in the state_dict of {name}"
+            remedy = f"add it to state_dict and load_state_dict of {type(one).__name__}"
+            yield _Fact(f"{name}.{attribute}", value, what, remedy, owner=one)
+
+
+def _numbers_in(saved: object) -> set[float]:
+    """The numbers in a state, also those in tensors of one number."""
+    if isinstance(saved, dict):
+        return set().union(*map(_numbers_in, saved.values()))
+    if isinstance(saved, (list, tuple)):
+        return set().union(*map(_numbers_in, saved))
+    if isinstance(saved, torch.Tensor) and saved.numel() == 1 and saved.device.type == "cpu":
+        return {saved.item()}
+    return {saved} if isinstance(saved, (int, float)) else set()
+
+
+def _is_of_script(kind: type) -> bool:
+    return kind.__module__ == "__main__"
+
+
+# ----------------------------------------------------------------------------
+# Decides from the source whether a number is more than reported, and where it changes.
+
+
+def _place(fact: _Fact, frame: FrameType | None) -> str | None:
+    """Where the script changes a number; "" if unknown; None if it is only reported."""
+    name, is_attribute = fact.path.rpartition(".")[2], not isinstance(fact.owner, dict)
+    files = dict(_sources(fact.owner, frame))
+    place, is_read = "", not files
+    for file, tree in files.items():
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            kind = ast.Attribute if is_attribute else ast.Name
+            if not isinstance(node, kind) or getattr(node, "attr", getattr(node, "id", "")) != name:
+                continue
+            statement = _statement(node, parents)
+            if isinstance(node.ctx, ast.Store):
+                if isinstance(statement, ast.AugAssign) or not place:
+                    place = f"{file}:{node.lineno}"
+            elif not _assigns(statement, name) and _influences(node, parents):
+                is_read = True
+    return place if is_read else None
+
+
+def _sources(owner: object, frame: FrameType | None) -> Iterator[tuple[str, ast.AST]]:
+    """The files of the script's functions that are being called, and of the owner's class."""
+    own = [f.__code__ for f in vars(type(owner)).values() if isinstance(f, FunctionType)]
+    frames = [f.f_code for f in frames_of_script(frame) if f is not None]
+    for file in {code.co_filename for code in (*own, *frames)}:
+        if LIBRARIES not in file and (lines := linecache.getlines(file)):
+            with contextlib.suppress(SyntaxError, ValueError):
+                yield file, ast.parse("".join(lines))
+
+
+def _statement(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> ast.AST:
+    while not isinstance(node, ast.stmt) and node in parents:
+        node = parents[node]
+    return node
+
+
+def _assigns(statement: ast.AST, name: str) -> bool:
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    return any(name in (getattr(t, "attr", ""), getattr(t, "id", "")) for t in targets)
+
+
+def _influences(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether more than a report may depend on it; a variable that gets its value counts."""
+    is_passed_on = isinstance(parents.get(use), (ast.Assign, ast.Return))
+    return is_passed_on or decides_on_the_end(use, parents) or matters(use, parents)
