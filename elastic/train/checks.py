@@ -119,11 +119,13 @@ def _locals(frame: FrameType) -> dict[str, object]:
 
     Before Python 3.13, ``f_locals`` is one dict per call, which the function gets from
     ``locals()``, too, and which would keep the objects alive, such as a loss. So it is emptied, and
-    not read of a function that may hold it.
+    not read of a function that may hold it, nor while a trace function is active, as in a debugger:
+    the function would lose its variables.
     """
     if sys.version_info >= (3, 13):
         return dict(frame.f_locals)
-    if not {"locals", "vars", "eval", "exec", "set_trace"}.isdisjoint(frame.f_code.co_names):
+    may_be_held = {"locals", "vars", "eval", "exec", "set_trace"} & {*frame.f_code.co_names}
+    if may_be_held or sys.gettrace() is not None:
         return {}
     found = frame.f_locals
     copied = dict(found)
