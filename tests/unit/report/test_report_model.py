@@ -1,19 +1,78 @@
-"""The timeline of a run: proportional, even for long runs and many nodes."""
+"""What a report is made of: curves of logged metrics, and the timeline of a run."""
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
 from kit.made_up_run import MadeUpProcess, write_run
 
-from elastic.report.model import Timeline, TimelineLimits, generation_marks, timeline_of
+from elastic.report.model import (
+    Timeline,
+    TimelineLimits,
+    curves_of,
+    generation_marks,
+    thinned,
+    timeline_of,
+)
 from elastic.report.render import timeline_svg
 from elastic.telemetry.goodput import Activity, goodput_of_run
-from elastic.telemetry.reader import merge, read_folder, run_of
+from elastic.telemetry.reader import JournalRecord, merge, read_folder, run_of
 
 LIMITS = TimelineLimits()
+
+
+def measured(*events: tuple[int, Mapping[str, object]]) -> Iterable[JournalRecord]:
+    for number, (step, values) in enumerate(events):
+        data = {"step": step, "values": values}
+        yield JournalRecord("metrics", "w", number, float(number), float(number), data)
+
+
+def test_a_repeated_step_replaces_its_value_and_later_ones() -> None:
+    (curve,) = curves_of(
+        measured(
+            (10, {"loss": 3.0}),
+            (20, {"loss": 2.0}),
+            (30, {"loss": 1.5}),
+            (15, {"loss": 2.5}),  # a checkpoint of step 12 was restored
+            (25, {"loss": 1.9}),
+            (25, {"loss": 1.8}),
+        )
+    )
+    assert list(zip(curve.steps, curve.values, strict=True)) == [(10, 3.0), (15, 2.5), (25, 1.8)]
+    assert (curve.points, curve.last, curve.lowest, curve.highest) == (3, 1.8, 1.8, 3.0)
+
+
+def test_the_loss_comes_first_and_invalid_values_are_counted() -> None:
+    curves = curves_of(
+        measured(
+            (1, {"accuracy": 0.1, "train_loss": 5, "loss": "NaN", "lr": True}),
+            (2, {"accuracy": 0.2, "train_loss": 4, "loss": 1e400, "lr": None}),
+            (3, {"accuracy": 0.3, "train_loss": 3, "loss": 2.0}),
+        )
+    )
+    assert [curve.name for curve in curves] == ["loss", "train_loss", "accuracy"], "lr is none"
+    assert (curves[0].points, curves[0].invalid) == (1, 2)
+    assert list(curves_of(measured((1, {})))) == []
+
+
+def test_malformed_records_are_skipped() -> None:
+    odd = [
+        JournalRecord("metrics", "w", 0, 0.0, 0.0, data)
+        for data in ({}, {"step": "x", "values": {"loss": 1}}, {"step": 1, "values": [1]})
+    ]
+    assert curves_of(odd) == []
+
+
+def test_a_spike_survives_downsampling() -> None:
+    points = [(step, 1.0) for step in range(100_000)]
+    points[54_321] = (54_321, 99.0)
+    kept = thinned(points, 600)
+    assert len(kept) <= 600
+    assert (54_321, 99.0) in kept
+    assert kept[0] == points[0] and kept[-1] == points[-1]
+    assert [step for step, _ in kept] == sorted({step for step, _ in kept})
 
 
 def timeline_in(folder: Path, limits: TimelineLimits = LIMITS) -> Timeline:
@@ -53,7 +112,7 @@ def test_every_interruption_is_visible_and_proportional(tmp_path: Path) -> None:
             if a.activity is Activity.PRODUCTIVE and b.activity is not Activity.PRODUCTIVE
         )
         assert interruptions >= 39
-    assert len(timeline_svg(timeline)) < 120_000
+    assert len(timeline_svg(timeline)) < 120_000, "room for the rest of the page"
 
 
 def test_lanes_are_omitted_above_the_segment_limit(tmp_path: Path) -> None:
@@ -81,6 +140,3 @@ def test_segments_do_not_overlap_and_omit_absent_nodes(tmp_path: Path) -> None:
     shown = {s.activity for s in lanes["node-0"]}
     assert {Activity.DETECTION, Activity.ABORT, Activity.RENDEZVOUS, Activity.REBUILD} <= shown
     assert [mark.label for mark in timeline.marks] == ["g1 first", "g2 lost", "g3 joined"]
-    root = ET.fromstring(timeline_svg(timeline))
-    descriptions = " ".join("".join(e.itertext()) for e in root if e.tag.endswith("desc"))
-    assert "Generation 2 after 41.0 s: lost." in descriptions

@@ -1,12 +1,14 @@
-"""The HTML report: its content, its accessibility, and damaged or hostile journals."""
+"""The report as a page and as text: content, access, colours, damaged or hostile journals."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,8 +16,9 @@ import pytest
 from kit.made_up_run import MadeUpProcess, write_run
 
 from elastic.cli.main import main
-from elastic.report.model import RunReport, report_of
-from elastic.report.render import MAX_BYTES, html
+from elastic.report.model import Curve, GenerationMark, RunReport, report_of
+from elastic.report.render import COLOURS, MAX_BYTES, curve_svg, html, name_of, timeline_svg
+from elastic.telemetry.goodput import Activity
 from elastic.telemetry.reader import merge, read_folder
 
 VOID = frozenset({"meta", "link", "br", "hr", "img", "input", "use", "path"})
@@ -29,6 +32,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
         self.open: list[str] = []
+        self.source = source
         self.feed(source)
         self.close()
 
@@ -63,10 +67,15 @@ def report_in(folder: Path) -> RunReport:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+def report(tmp_path_factory: pytest.TempPathFactory) -> RunReport:
     folder = tmp_path_factory.mktemp("run")
     write_run(folder)
-    return Page(html(report_in(folder)))
+    return report_in(folder)
+
+
+@pytest.fixture(scope="module")
+def page(report: RunReport) -> Page:
+    return Page(html(report))
 
 
 def test_the_page_summarizes_events_and_their_cost(page: Page) -> None:
@@ -87,42 +96,29 @@ def test_the_page_summarizes_events_and_their_cost(page: Page) -> None:
     assert "1 step-20 10.0 s 11 the state of the surviving workers" in page.text
 
 
-def test_a_paused_world_does_not_affect_the_node_range(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    report = report_in(tmp_path)
+def test_a_paused_world_does_not_affect_the_node_range(report: RunReport) -> None:
     paused = replace(report.marks[0], generation=9, cause="paused", nodes=("node-0",))
     timeline = replace(report.timeline, marks=(*report.marks, paused))
     assert "It committed 105 steps on 2 to 3 nodes; " in replace(report, timeline=timeline).sentence
 
 
-def test_an_incident_lists_the_duration_of_each_phase(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    report = report_in(tmp_path)
+def test_an_incident_lists_the_duration_of_each_phase(report: RunReport, page: Page) -> None:
     lost, joined = report.incidents
-    assert (lost.cause, lost.is_failure, joined.cause, joined.is_failure) == (
-        "lost",
-        True,
-        "joined",
-        False,
-    )
+    assert (lost.cause, lost.is_failure) == ("lost", True)
+    assert (joined.cause, joined.is_failure) == ("joined", False)
     assert (lost.step, lost.steps_at_risk) == (31, 11)
     assert lost.checkpoint_age_s == pytest.approx(10.0, abs=0.01)
     # Two of three nodes went through it: 0.4 s of abort are 0.27 s of the run's time.
     phases = {activity.value: took_s for activity, took_s in lost.phases}
     assert phases["abort"] == pytest.approx(0.4 * 2 / 3, abs=0.01)
-    text = Page(html(report)).text
-    assert f"{phases['abort'] * 1000:.0f}" in text
-    assert f"{lost.duration_s * 1000:,.0f}" in text
+    assert f"{phases['abort'] * 1000:.0f}" in page.text
+    assert f"{lost.duration_s * 1000:,.0f}" in page.text
 
 
 def test_the_page_is_self_contained(page: Page) -> None:
-    assert {tag for tag, _ in page.elements} & {
-        "script",
-        "link",
-        "img",
-        "iframe",
-        "object",
-    } == set()
+    assert {tag for tag, _ in page.elements}.isdisjoint(
+        {"script", "link", "img", "iframe", "object"}
+    )
     for _, attributes in page.elements:
         assert not any(name.startswith("on") for name in attributes)
         for name in ("href", "src", "xlink:href"):
@@ -154,11 +150,9 @@ def test_the_page_is_accessible_to_screen_readers(page: Page) -> None:
     assert all(b <= a + 1 for a, b in pairwise(levels)), "no level is skipped"
 
 
-def test_charts_follow_the_theme(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    source = html(report_in(tmp_path))
-    assert source.count("@media(prefers-color-scheme:dark)") == 5  # the page, and each chart
-    drawn = re.findall(r'style="([^"]*)"', source)
+def test_charts_follow_the_theme(page: Page) -> None:
+    assert page.source.count("@media(prefers-color-scheme:dark)") == 5  # the page, and each chart
+    drawn = re.findall(r'style="([^"]*)"', page.source)
     assert not [s for s in drawn if re.search(r"(fill|stroke):#", s)], "a fixed colour"
 
 
@@ -182,9 +176,8 @@ def test_hostile_text_is_escaped_and_truncated(tmp_path: Path) -> None:
     assert max(map(len, source.split())) < 20_000
 
 
-@pytest.mark.parametrize("form", ["html", "md", "json"])
 def test_a_damaged_journal_is_reported_with_a_note(
-    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "journals"
     write_run(folder, skews=(0.0, 0.0, 60.0, -60.0))
@@ -195,25 +188,25 @@ def test_a_damaged_journal_is_reported_with_a_note(
     lines[3] = b'{"event": "rank-times", "time": "\xff\xfe not JSON'
     damaged.write_bytes(b"\n".join(lines) + b"\n")
     (folder / "zzz.jsonl").write_bytes(b"\x00\xff" * 1000 + b"\n[]\n{}\n")
-    output = tmp_path / f"report.{form}"
-    assert main(["report", str(folder), "-o", str(output)]) == 0
-    text = output.read_text()
-    if form == "html":
-        text = Page(text).text
-    elif form == "md":
-        text = text.replace("\\", "")
-    else:
-        text = " ".join(json.loads(text)["notes"])
-    for note in (
-        "node0-worker.jsonl: the last line is truncated",
-        "node2-worker.jsonl: 1 line is damaged or truncated and skipped, the first one is line 4",
-        "the clock of node-2 is 60.0 s ahead: its times are corrected",
-        "the clock of node-3 is 60.0 s behind: its times are corrected",
-        "node-1 wrote nothing in the last",
-        "zzz.jsonl: 3 lines are damaged",
+    outputs = {form: tmp_path / f"report.{form}" for form in ("html", "md", "json")}
+    for output in outputs.values():
+        assert main(["report", str(folder), "-o", str(output)]) == 0
+        assert "the report is in" in capsys.readouterr().err
+    for text in (
+        Page(outputs["html"].read_text()).text,
+        outputs["md"].read_text().replace("\\", ""),
+        " ".join(json.loads(outputs["json"].read_text())["notes"]),
     ):
-        assert note in text
-    assert "the report is in" in capsys.readouterr().err
+        for note in (
+            "node0-worker.jsonl: the last line is truncated",
+            "node2-worker.jsonl: 1 line is damaged or truncated and skipped, the first one is "
+            "line 4",
+            "the clock of node-2 is 60.0 s ahead: its times are corrected",
+            "the clock of node-3 is 60.0 s behind: its times are corrected",
+            "node-1 wrote nothing in the last",
+            "zzz.jsonl: 3 lines are damaged",
+        ):
+            assert note in text
 
 
 def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
@@ -222,17 +215,9 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     workers = [MadeUpProcess(name, "worker") for name in nodes]
     at_s, step = 10.0, 0
     for generation in range(1, 121):
-        leader.write(
-            at_s,
-            "world-formed",
-            generation=generation,
-            nodes=nodes,
-            size=40,
-            state="active",
-            mode="in-process",
-            cause="failure",
-            reason="é<" * 500,
-        )
+        formed = {"nodes": nodes, "size": 40, "state": "active", "mode": "in-process"}
+        formed |= {"generation": generation, "cause": "failure", "reason": "é<" * 500}
+        leader.write(at_s, "world-formed", **formed)
         leader.write(at_s, "failure-judged", generation=generation, evidence="&\n" * 4000)
         leader.write(at_s, "hang-found", generation=generation, ranks=list(range(40)), reason="<")
         for rank, worker in enumerate(workers):
@@ -273,12 +258,7 @@ def test_the_extension_sets_the_format(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--format=html|md|json" in capsys.readouterr().err
     assert main(["report", str(folder), "-o", str(tmp_path / "missing" / "a.html")]) == 2
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "a.html",
-        "a.json",
-        "a.md",
-        "journals",
-    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.html", "a.json", "a.md", "journals"}
 
 
 def test_without_matplotlib_html_fails_with_a_hint_and_text_works(
@@ -292,3 +272,64 @@ def test_without_matplotlib_html_fails_with_a_hint_and_text_works(
     assert "pip install 'torch-elastic-harness[report]'" in captured.err
     assert main(["report", str(tmp_path), "--format=md"]) == 0
     assert main(["report", str(tmp_path), "--format=json"]) == 0
+
+
+# Charts -------------------------------------------------------------------------------------------
+
+
+def texts_of(svg: str) -> str:
+    return " ".join("".join(element.itertext()) for element in ET.fromstring(svg).iter())
+
+
+def test_a_chart_of_one_or_equal_values_is_drawn() -> None:
+    mark = GenerationMark(2, 0.0, "lost", "", 2, (), step=1)
+    for steps, value in (((1,), 1.0), ((1, 9), 0.0)):
+        curve = Curve("loss", steps, (value,) * len(steps), len(steps), value, value, value)
+        assert "Generation 2 from step 1: lost." in texts_of(curve_svg(curve, [mark]))
+
+
+def test_the_timeline_describes_its_generations(report: RunReport) -> None:
+    assert "Generation 2 after 41.0 s: lost." in texts_of(timeline_svg(report.timeline))
+
+
+TEXTS = ("ink", "muted", "link", "good", "bad")
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as defined in WCAG 2.1."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    dark, bright = sorted((luminance(one), luminance(other)))
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_colours_have_enough_contrast(theme: int) -> None:
+    paper, panel = COLOURS["paper"][theme], COLOURS["panel"][theme]
+    for activity in Activity:
+        assert contrast(COLOURS[name_of(activity)][theme], paper) >= 3, activity
+    for name in TEXTS:
+        assert contrast(COLOURS[name][theme], paper) >= 4.5, name
+        assert contrast(COLOURS[name][theme], panel) >= 4.5, name
+
+
+def test_each_light_colour_has_one_name() -> None:
+    """Charts are drawn in light colours, which are then replaced by CSS variables."""
+    drawn = [light for light, _ in COLOURS.values()]
+    assert len(drawn) == len(set(drawn))
+
+
+def test_the_dashboard_has_the_same_colours() -> None:
+    """Its legend names the colours of the charts."""
+    page = (files("elastic.cli") / "dashboard.html").read_text()
+    roots = re.findall(r":root\{(.*?)\}", page, re.DOTALL)
+    assert len(roots) == 2, "light and dark"
+    for theme, declared in enumerate(roots):
+        found = dict(re.findall(r"--([\w-]+):(#\w+)", declared))
+        assert {name: found.get(name) for name in COLOURS} == {
+            name: pair[theme] for name, pair in COLOURS.items()
+        }
