@@ -33,23 +33,17 @@ def only(found: list[Finding]) -> Finding:
     return found[0]
 
 
-def test_correct_results_of_all_ranks_are_ok() -> None:
-    found = only(
-        findings("gloo", [done(0, "all_reduce"), done(1, "all_reduce")], ["all_reduce"], 9)
-    )
-    assert (found.name, found.status) == ("gloo all_reduce", Status.OK)
+def test_an_operation_is_ok_wrong_or_unsupported() -> None:
+    def found(*ranks: RankOutcome) -> Finding:
+        return only(findings("gloo", ranks, ["reduce"], 9))
 
-
-def test_a_wrong_result_names_its_rank() -> None:
-    ranks = [done(0, "reduce"), done(1, "reduce", wrong="3 of 1000 elements are wrong")]
-    found = only(findings("gloo", ranks, ["reduce"], 9))
-    assert found.status is Status.FAILED
-    assert "rank 1 (node n1, pid 101)" in found.measured and "3 of 1000" in found.measured
-
-
-def test_an_operation_that_the_backend_lacks_is_skipped() -> None:
-    ranks = [done(n, "gather", unsupported="gloo does not support gather") for n in (0, 1)]
-    assert only(findings("gloo", ranks, ["gather"], 9)).status is Status.SKIPPED
+    well = found(done(0, "reduce"), done(1, "reduce"))
+    assert (well.name, well.status) == ("gloo reduce", Status.OK)
+    lacking = [done(n, "reduce", unsupported="gloo does not support it") for n in (0, 1)]
+    assert found(*lacking).status is Status.SKIPPED
+    wrong = found(done(0, "reduce"), done(1, "reduce", wrong="3 of 1000 elements are wrong"))
+    assert wrong.status is Status.FAILED
+    assert "rank 1 (node n1, pid 101)" in wrong.measured and "3 of 1000" in wrong.measured
 
 
 def test_a_stopped_rank_is_blamed_while_all_ranks_wait() -> None:
