@@ -1,14 +1,16 @@
-"""The demo's decisions, calculations and output, on hand-written ledgers."""
+"""The demo's decisions, calculations, output and report, on hand-written ledgers."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kit.made_up_run import write_run
 from rich.console import Console
 
 from elastic.cli.demo import (
@@ -29,6 +31,7 @@ from elastic.cli.demo import (
     NodeRow,
     Summary,
     TableView,
+    keep_report,
     position_of,
     print_summary,
     rows_of,
@@ -336,3 +339,30 @@ def test_the_demo_script_is_a_copy_of_the_example() -> None:
     """A wheel has no examples: the demo's script is a copy."""
     example = Path(__file__).parents[3] / "examples" / "digits.py"
     assert SCRIPT.read_text() == example.read_text(), f"cp {example} {SCRIPT}"
+
+
+# The report.
+
+
+def test_the_report_is_kept_when_the_journals_are_removed(tmp_path: Path) -> None:
+    journals = tmp_path / "demo" / "journal"
+    write_run(journals)
+    path = keep_report(journals, tmp_path / "demo-report")
+    assert path == tmp_path / "demo-report.html"
+    assert "The job succeeded after 2 min 1 s." in path.read_text()
+
+
+def test_without_matplotlib_it_is_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "journal")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = keep_report(tmp_path / "journal", tmp_path / "demo-report")
+    assert path == tmp_path / "demo-report.md"
+    assert path.read_text().startswith("# Run demo\n")
+
+
+def test_report_errors_are_not_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert keep_report(tmp_path, tmp_path / "demo-report") is None, "there are no journals"
+    write_run(tmp_path / "journal")
+    assert keep_report(tmp_path / "journal", tmp_path / "missing" / "demo-report") is None
+    assert "the demo has no report: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["journal"]

@@ -6,8 +6,6 @@ import io
 import json
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,7 +35,6 @@ from elastic.errors import StoreUnreachable
 from elastic.membership.progress import (
     JobProgress,
     RecordedHeartbeat,
-    decode_progress,
     encode_progress,
 )
 from elastic.membership.records import (
@@ -223,15 +220,6 @@ def test_missing_nodes_are_named_most_recent_first(training: Job) -> None:
     assert "; and 1 more" in sentence(training.view())
 
 
-def test_a_world_that_no_node_has_entered_is_starting(training: Job) -> None:
-    training.put_world(replace(world("n1", "n2", generation=8), reason="c is lost"))
-    view = training.view()
-    assert view.state is JobCondition.STARTING
-    assert sentence(view).startswith(
-        "starting generation 8: 0 of its 2 nodes have entered it (c is lost)"
-    )
-
-
 @pytest.fixture
 def started(job: Job) -> Job:
     """The workers of a first world of three nodes were started 5 s ago."""
@@ -313,11 +301,8 @@ def test_scripts_that_report_no_steps_count_as_training(
     started.put_progress(0, heartbeats=heard, time_s=NOW - 5 + ran_s)
     assert started.view().state is JobCondition.TRAINING
     assert cli("wait", "--for=nodes=3", "--timeout=0s") == 0
-
-
-def test_without_readable_progress_a_world_counts_as_training(started: Job) -> None:
     started.store.put(KEYS.progress, b'{"version": 99}')
-    assert started.view().state is JobCondition.TRAINING
+    assert started.view().state is JobCondition.TRAINING, "nor of a version that cannot be read"
 
 
 def test_the_previous_world_trains_until_the_step_of_a_planned_one(training: Job) -> None:
@@ -335,7 +320,7 @@ def test_the_previous_world_trains_until_the_step_of_a_planned_one(training: Job
     assert [view.state_of(n) for n in view.members] == ["training"] * 3 + ["ready"]
     training.put_progress(60)
     assert sentence(training.view()).startswith(
-        "starting generation 8: 0 of its 4 nodes have entered it"
+        "starting generation 8: 0 of its 4 nodes have entered it (n4 is ready)"
     )
 
 
@@ -516,14 +501,6 @@ def test_a_missing_job_exits_with_1(
 ) -> None:
     assert cli("status") == 1
     assert "no such job" in capsys.readouterr().out
-
-
-def test_a_missing_run_id_is_a_usage_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PET_RDZV_ID", raising=False)
-    assert main(["status", "--rdzv-endpoint=localhost:1"]) == 2
-    assert "neither --rdzv-id nor PET_RDZV_ID is given" in capsys.readouterr().err
 
 
 def test_a_node_is_described(
@@ -714,13 +691,6 @@ def test_an_invalid_wait_is_a_usage_error(cli: Callable[..., int], argv: tuple[s
     assert cli("wait", *argv) == 2
 
 
-def test_a_duration_without_a_unit_is_refused_with_the_units(
-    cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli("wait", "--for=done", "--timeout=300") == 2
-    assert "give a number and its unit, s, m, h or d: --timeout=90s" in capsys.readouterr().err
-
-
 def test_wait_continues_while_etcd_is_unreachable(training: Job) -> None:
     reads = 0
 
@@ -834,23 +804,6 @@ def test_journals_show_checkpoints_incidents_and_the_end(tmp_path: Path) -> None
     assert last_known(folder, "llama-7", NOW + 40)[0] == (
         "last known: the job has ended, success, 10.0 s ago: all done"
     )
-
-
-def test_progress_survives_encoding_and_decoding() -> None:
-    progress = JobProgress(
-        node_id="n1", generation=7, step=None, step_time_s=0.0, checkpoint_step=None, time_s=NOW
-    )
-    assert decode_progress("key", encode_progress(progress)) == progress
-
-
-@pytest.mark.parametrize("module", ["status", "describe", "wait", "events", "report"])
-def test_no_command_imports_torch(module: str) -> None:
-    code = (
-        f"import sys, elastic.cli.{module} as command\n"
-        "command.parser()\n"
-        "assert not {'torch', 'numpy', 'grpc'} & set(sys.modules), sorted(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_nodes_that_wait_for_a_complete_replica_are_named(job: Job) -> None:

@@ -187,16 +187,6 @@ def in_a_pod(
     yield api, ["finish", "--statefulset=workers", f"--credentials={api.credentials}"]
 
 
-def test_a_missing_endpoint_is_a_usage_error(
-    in_a_pod: tuple[FakeApiServer, list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.delenv("PET_RDZV_ENDPOINT")
-    assert main(in_a_pod[1]) == 2
-    assert "neither --rdzv-endpoint nor PET_RDZV_ENDPOINT is given" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("lacks", "expected"),
     [("the right", "grant the pod's service account `patch`"), ("the set", "check --statefulset")],

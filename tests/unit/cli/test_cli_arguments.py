@@ -1,13 +1,18 @@
-"""Exit codes: from an error to a number, and from several agents to one."""
+"""What commands have in common: flags that name a job and its etcd, and exit codes."""
 
 from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Callable, Mapping
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from elastic.cli import arguments
+from elastic.cli import arguments, doctor, env, finish
+from elastic.cli.arguments import add_job_arguments, endpoint_of, options_of, run_id_of
 from elastic.errors import (
     BudgetSpent,
     CheckpointRequired,
@@ -18,6 +23,59 @@ from elastic.errors import (
     Preempted,
     StoreUnreachable,
 )
+
+ENVIRON = {
+    "PET_RDZV_ENDPOINT": "etcd:2379",
+    "PET_RDZV_ID": "job-1",
+    "PET_RDZV_CONF": "prefix=/ours,mode=restart",
+}
+ParserOf = Callable[[Mapping[str, str]], argparse.ArgumentParser]
+
+
+def parsed(*flags: str, environ: Mapping[str, str] = ENVIRON) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_job_arguments(parser, environ)
+    return parser.parse_args(flags)
+
+
+def test_the_defaults_are_torchruns_variables() -> None:
+    args = parsed()
+    assert (endpoint_of(args), run_id_of(args)) == ("etcd:2379", "job-1")
+    options = options_of(args, {})
+    assert (options.prefix, options.mode) == ("/ours", "restart")
+
+
+def test_a_flag_takes_precedence_over_its_variable() -> None:
+    args = parsed("--endpoint=other:1", "--run-id=j", "--conf= user = u , password_file=p,")
+    assert (endpoint_of(args), run_id_of(args)) == ("other:1", "j")
+    assert options_of(args, {"ELASTIC_PREFIX": "/theirs"}).prefix == "/theirs"
+    assert options_of(args, {}).user == "u"
+
+
+def test_missing_and_malformed_values_name_the_flag_and_the_variable() -> None:
+    nothing = parsed(environ={})
+    with pytest.raises(ConfigError, match="neither --rdzv-endpoint nor PET_RDZV_ENDPOINT"):
+        endpoint_of(nothing)
+    with pytest.raises(ConfigError, match="neither --rdzv-id nor PET_RDZV_ID"):
+        run_id_of(nothing)
+    assert options_of(nothing, {}).prefix == options_of(parsed("--rdzv-conf=,"), {}).prefix
+    for text in ("prefix", "prefix=", "=/ours"):
+        with pytest.raises(ConfigError, match="is not KEY=VALUE"):
+            options_of(parsed(f"--rdzv-conf={text}"), {})
+
+
+@pytest.mark.parametrize(
+    ("parser", "flags"),
+    [(doctor.parser, []), (finish.parser, ["--statefulset=workers"]), (env.parser, [])],
+)
+def test_every_command_reads_the_same_variables(parser: ParserOf, flags: list[str]) -> None:
+    args = parser(ENVIRON).parse_args(flags)
+    assert options_of(args, {}).prefix == "/ours"
+    if parser is not env.parser:
+        assert (endpoint_of(args), run_id_of(args)) == ("etcd:2379", "job-1")
+
+
+# Exit codes: from an error to a number, and from several agents to one ----------------------------
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
@@ -76,17 +134,9 @@ def test_exit_codes_and_signals_are_preserved() -> None:
     assert arguments.of_agent(SystemExit()) == 0
     assert arguments.of_agent(SystemExit("why")) == 1
     assert arguments.of_agent(KeyboardInterrupt()) == 130
-    import signal
-
-    assert arguments.of_agent(SignalException("x", signal.SIGTERM)) == 143
-
-
-def test_torchs_connection_error_is_an_unreachable_store() -> None:
-    assert arguments.of_agent(RendezvousConnectionError("x")) == 69
-
-
-def test_an_unexpected_exception_exits_with_1() -> None:
     assert arguments.of_agent(ZeroDivisionError()) == 1
+    assert arguments.of_agent(RendezvousConnectionError("x")) == 69
+    assert arguments.of_agent(SignalException("x", signal.SIGTERM)) == 143
 
 
 def test_a_cyclic_exception_chain_terminates() -> None:
