@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.train import loader
+from elastic.train import loader, sampler
 from elastic.train.copies import placed_like
-from elastic.train.loader import SeededBatch, preserved_generators
+from elastic.train.loader import SeededBatch
 from elastic.train.rollback import BoundaryState
+from elastic.train.sampler import preserved_generators
 from elastic.train.state import JobState
 
 
@@ -49,7 +50,10 @@ def test_placement_follows_the_structure() -> None:
 
 def test_data_drawn_on_a_gpu_depends_on_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     of_gpu = torch.Generator()  # stands for the GPU's
-    monkeypatch.setattr(loader, "_generators_of_torch", lambda: [torch.default_generator, of_gpu])
+    for module in (loader, sampler):
+        monkeypatch.setattr(
+            module, "generators_of_torch", lambda: [torch.default_generator, of_gpu]
+        )
     before = of_gpu.get_state()
     with preserved_generators():
         drawn = [torch.rand(1, generator=of_gpu) for _ in SeededBatch([3, 4, 3], 0, 0)]
