@@ -153,8 +153,8 @@ MODELS = (
         network = Net()
         network.body.requires_grad_(False)
         """,
-        # After an evaluation the root of an FSDP2 model is not resharded. torch then changes only the
-        # unsharded parameters, and forgets it after one backward pass.
+        # After an evaluation the root of an FSDP2 model is not resharded. torch then changes only
+        # the unsharded parameters, and forgets it after one backward pass.
         epoch_start="""
         getattr(network, "reshard", int)()
         network.body.requires_grad_(epoch >= 1)
