@@ -15,7 +15,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.child_interpreters import module_command
 from elastic.cli.arguments import CommandParser
-from elastic.errors import ConfigError
+from elastic.errors import SYSTEM_CLOCK, ConfigError
 
 if TYPE_CHECKING:
     from elastic.testing.small_world.comparison import Difference, Record, Rounding, Variable
@@ -147,7 +146,7 @@ class Check:
     def _alone(self) -> Record | None:
         from elastic.testing.small_world.comparison import record_of
 
-        began_s = time.monotonic()
+        began_s = SYSTEM_CLOCK.monotonic()
         outcome, folder = self._start("alone", size=1)
         has_joined = any(w.record.get("facts", {}).get("joined") for w in outcome.workers)
         if outcome.survivors and not has_joined:
@@ -181,12 +180,12 @@ class Check:
     def _undisturbed(self) -> tuple[Record, RunOutcome] | None:
         from elastic.testing.small_world.comparison import record_of
 
-        began_s = time.monotonic()
+        began_s = SYSTEM_CLOCK.monotonic()
         outcome, folder = self._start("undisturbed", size=self._size)
         if outcome.problem or len(outcome.survivors) != self._size:
             self._add_failure(f"{self._size} ranks", outcome, began_s)
             return None
-        self._undisturbed_s = time.monotonic() - began_s
+        self._undisturbed_s = SYSTEM_CLOCK.monotonic() - began_s
         return record_of(outcome, folder), outcome
 
     def _rounding(self, record: Record) -> Rounding:
@@ -256,7 +255,7 @@ class Check:
             is_replaced = number % 2 == 0 or (not unchanging and number < self._deaths - 1)
             for attempt in range(_ATTEMPTS):
                 death = self._death(outcome, number)
-                began_s = time.monotonic()
+                began_s = SYSTEM_CLOCK.monotonic()
                 killed, folder = self._start(
                     f"death-{number}-{attempt}",
                     size=self._size,
@@ -268,7 +267,7 @@ class Check:
             else:
                 self.report.notes.append(f"{self._where(death, killed)}: not reached in this run")
                 continue
-            took_s = time.monotonic() - began_s
+            took_s = SYSTEM_CLOCK.monotonic() - began_s
             where = self._where(death, killed)
             name = f"{where}, {'replaced' if is_replaced else 'not replaced'}"
             options: dict[str, Any] = {"line": death.line, "rank": death.rank}
@@ -412,7 +411,7 @@ class Check:
 
         if not record.facts["saves"]:
             return
-        began_s = time.monotonic()
+        began_s = SYSTEM_CLOCK.monotonic()
         death = self._death(outcome, self._draw.randrange(self._size))
         how = STOP if self._in_retry or record.facts["own_loop"] else WAIT
         ended, folder = self._start(f"ended-{number}", size=self._size, death=death, on_death=how)
@@ -429,7 +428,7 @@ class Check:
         if again.problem or len(again.survivors) != self._size:
             self._add_failure(name, again, began_s, **options)
             return
-        took_s = time.monotonic() - began_s
+        took_s = SYSTEM_CLOCK.monotonic() - began_s
         self._compare(name, again, second, record, rounding, None, took_s, before=before, **options)
 
     def _line(self, number: int) -> str:
@@ -500,7 +499,7 @@ class Check:
         else:
             message = outcome.problem or "a worker ended without an error"
             advice += [w.log[-_LOG_TAIL:] for w in outcome.workers if w.exit_code != 0][:1]
-        took_s = time.monotonic() - began_s
+        took_s = SYSTEM_CLOCK.monotonic() - began_s
         self._add(name, verdict, message, took_s, advice=tuple(advice), **options)
 
 
