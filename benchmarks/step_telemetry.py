@@ -44,8 +44,9 @@ from elastic.hangs.page import Phase, phases
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import get_logger
 from elastic.train.current import StepAccount
+from elastic.train.hooks import Hooks
 from elastic.train.metrics import MetricsLog, TensorBoard
-from elastic.train.observers import ProgressLine, StepObservers, StepProfiler
+from elastic.train.observers import ProgressLine, StepProfiler
 
 SEED = 7
 STEP_S = 0.02
@@ -74,8 +75,8 @@ class Telemetry:
         self._metrics.add_writer(TensorBoard(folder / "tensorboard"))
         progress = ProgressLine(lambda: self._metrics.newest, lambda: 1000, is_on=True)
         account, profiler = StepAccount(self._journal), StepProfiler(self._journal)
-        self._observers = StepObservers(account, self._metrics, progress, profiler)
-        self._observers.begin_world(_world(), 0)
+        self._hooks = Hooks(account, self._metrics, progress, profiler)
+        self._hooks.enter_world(_world(), 0)
         phases.start()
 
     def begin(self) -> None:
@@ -88,11 +89,11 @@ class Telemetry:
         phases.enter(Phase.DATA)
         self._step += 1
         phases.committed(self._step)
-        self._observers.committed(self._step)
+        self._hooks.commit(self._step)
 
     def close(self) -> None:
-        self._observers.end_world("close")
-        self._observers.close()
+        self._hooks.leave_world("close")
+        self._hooks.close()
         self._journal.close()
 
 

@@ -23,7 +23,7 @@ import linecache
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
@@ -52,6 +52,7 @@ from elastic.train.checks import (
     variables,
     warn_of_local_state,
 )
+from elastic.train.hooks import Hook
 from elastic.train.state import JobState
 
 # ----------------------------------------------------------------------------
@@ -178,11 +179,15 @@ class _Observed:
     is_module: bool = False
 
 
-class ChangeDetector:
-    """Finds what the loop changes and the job does not save. One per process."""
+class ChangeDetector(Hook):
+    """Finds what the loop changes and the job does not save. One per process.
 
-    def __init__(self, job: JobState) -> None:
+    ``is_saved``: whether the job has a checkpoint folder.
+    """
+
+    def __init__(self, job: JobState, is_saved: Callable[[], bool] = lambda: False) -> None:
         self._job = job
+        self._is_saved = is_saved
         self._call: list[Named] = []  # the function of run.retry, and its arguments
         self._callbacks: list[object] = []
         self._is_off = False  # an object of the script cannot be read
@@ -208,9 +213,9 @@ class ChangeDetector:
         """These need not be saved."""
         self._reported.update(paths)
 
-    def step_begins(self, *, is_saved: bool = False) -> None:
-        """Called before each step. Raises TrainingError for an untracked average or copy, and for
-        a variable that decays. ``is_saved``: the job has a checkpoint folder."""
+    def begin(self, number: int) -> None:
+        """See :class:`Hook`. Raises TrainingError for an untracked average or copy, and for a
+        variable that decays."""
         self._steps += 1
         if self._is_off:
             return
@@ -223,7 +228,7 @@ class ChangeDetector:
         try:
             if self._steps == 1:
                 refuse_copies(self._modules, self._call, sys._getframe(1))
-                refuse_decays(sys._getframe(1), is_saved=is_saved)
+                refuse_decays(sys._getframe(1), is_saved=self._is_saved())
                 warn_of_local_state(sys._getframe(1))
             self._observe()
         except TrainingError:

@@ -12,7 +12,7 @@ import linecache
 import os
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import sep
 from pathlib import Path
@@ -39,6 +39,7 @@ from elastic.groups.collectives import all_gather_json
 from elastic.groups.world import World
 from elastic.telemetry.log import get_logger
 from elastic.train.ddp import ElasticDDP, Wrapped
+from elastic.train.hooks import Hook
 from elastic.train.rollback import contents
 from elastic.train.state import JobState
 from elastic.train.untracked import saved_optimizers
@@ -180,11 +181,12 @@ _HOOKS = (
 )
 
 
-class ModuleStructures:
+class ModuleStructures(Hook):
     """Compares the job's wrapped modules with what they were in their first step. One per
     process."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Callable[[], Iterable[Wrapped]]) -> None:
+        self._modules = modules
         self._structures: list[_Structure] = []  # in the order of the job's modules
         self._handles = [register(self._note) for register in _HOOKS]
 
@@ -193,9 +195,10 @@ class ModuleStructures:
         for handle in self._handles:
             handle.remove()
 
-    def step_begins(self, modules: Iterable[Wrapped]) -> None:
-        """Raise TrainingError if a parameter or buffer was replaced, added or removed."""
-        wrapped = [module for module in modules if isinstance(module, ElasticDDP)]
+    def begin(self, number: int) -> None:
+        """See :class:`Hook`. Raises TrainingError if a parameter or buffer was replaced, added or
+        removed."""
+        wrapped = [module for module in self._modules() if isinstance(module, ElasticDDP)]
         if [one.wrapped for one in self._structures] != wrapped:
             self._structures = [_Structure(module) for module in wrapped]
         for one in self._structures:

@@ -16,6 +16,7 @@ from elastic.groups.world import World
 from elastic.hangs.page import Phase, phases
 from elastic.telemetry.events import RankTimes
 from elastic.telemetry.journal import EventSink
+from elastic.train.hooks import Hook, Left
 from elastic.train.loader import ElasticLoader
 from elastic.train.step import Progress, Step
 from elastic.tuning.intervals import (
@@ -296,7 +297,7 @@ class Halt:
 # The script's callbacks for new worlds.
 
 
-class Listeners:
+class Listeners(Hook):
     """``run.on_world`` and ``run.on_main``: called for the current world and every new one."""
 
     def __init__(self) -> None:
@@ -326,7 +327,7 @@ class Listeners:
             del self._on_main[of_main:]
         self._before_attempts = len(self._on_world), len(self._on_main)
 
-    def begin(self, world: World) -> None:
+    def enter_world(self, world: World, step: int) -> None:
         """Call the listeners: a world has begun, and its state is restored."""
         was_main = self._world is not None and self._world.rank == 0
         self._world = world
@@ -355,11 +356,13 @@ class PhaseTimes(Protocol):
     def at_commit(self) -> tuple[float, Sequence[float]]: ...
 
 
-class StepAccount:
+class StepAccount(Hook):
     """The time account. One per process, used by the main thread; inactive outside of a world.
 
-    :meth:`committed` need not be called after each step: the recorder has the time of the last one.
+    It need not be called after each step: the recorder has the time of the last one.
     """
+
+    SEES_EACH_STEP = False
 
     def __init__(
         self, journal: EventSink, *, clock: Clock = SYSTEM_CLOCK, times: PhaseTimes = phases
@@ -373,14 +376,14 @@ class StepAccount:
         self._began_s = 0.0
         self._began: Sequence[float] = ()
 
-    def begin_world(self, generation: int, step: int) -> None:
-        """Begin accounting in a world, after ``step`` steps."""
+    def enter_world(self, world: World, step: int) -> None:
+        """See :class:`Hook`."""
         phases.account()
-        self._generation, self._step, self._is_first = generation, step, True
+        self._generation, self._step, self._is_first = world.generation, step, True
         self._begin_window(self._clock.monotonic(), self._times.seconds())
 
-    def committed(self, step: int) -> None:
-        """Record that ``step`` steps are committed."""
+    def commit(self, step: int) -> None:
+        """See :class:`Hook`."""
         if self._generation is None:
             return
         self._step = step
@@ -388,15 +391,10 @@ class StepAccount:
             self._report("first-step" if self._is_first else "due", *self._times.at_commit())
             self._is_first = False
 
-    def end_world(self, ended: str) -> None:
-        """End the world, or the process. ``ended``: "fault", "change" or "close"."""
-        if self._generation is None:
-            return
-        self._report(ended, self._clock.monotonic(), self._times.seconds())
-        self._generation = None
-
-    def pause(self) -> None:
-        """Begin a paused world, whose time counts as waiting for the next one."""
+    def leave_world(self, reason: Left) -> None:
+        """See :class:`Hook`. The time in a paused world counts as waiting for the next one."""
+        if self._generation is not None and reason != "pause":
+            self._report(reason, self._clock.monotonic(), self._times.seconds())
         self._generation = None
 
     def _begin_window(self, now_s: float, seconds: Sequence[float]) -> None:

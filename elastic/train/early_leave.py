@@ -29,6 +29,7 @@ from elastic.errors import SYSTEM_CLOCK, TrainingError, WorldLost
 from elastic.groups.pending import call_in_long_waits, waits_for_ranks
 from elastic.groups.world import World
 from elastic.train.checks import is_left_on_purpose
+from elastic.train.hooks import Hook
 from elastic.train.lifecycle import WorldPhase
 from elastic.train.session import Session
 from elastic.tuning.intervals import (
@@ -67,7 +68,7 @@ class _Note:
         return cls(*json.loads(text))
 
 
-class EarlyLeave:
+class EarlyLeave(Hook):
     """Publishes where this rank has left a loop, and checks where others have. One per process."""
 
     def __init__(self, session: Session) -> None:
@@ -92,8 +93,8 @@ class EarlyLeave:
         self._pause_s = LONG_WAIT_S
         call_in_long_waits(self._look)
 
-    def begins(self, number: int) -> None:
-        """Step ``number`` is about to begin."""
+    def begin(self, number: int) -> None:
+        """See :class:`Hook`: step ``number`` is about to begin."""
         self._enter_world()
         self._left = None
         self._begun = number

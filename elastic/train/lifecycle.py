@@ -21,8 +21,7 @@ from elastic.groups.world import World
 from elastic.hangs.page import phases
 from elastic.telemetry.ledger import Ledger
 from elastic.train.checkpointing import CheckpointManager
-from elastic.train.current import Listeners
-from elastic.train.observers import StepObservers
+from elastic.train.hooks import Hooks
 from elastic.train.state import JobState
 
 
@@ -68,16 +67,14 @@ class Lifecycle:
         group: ProcessGroup,
         checkpoints: CheckpointManager,
         ledger: Ledger,
-        listeners: Listeners,
-        observers: StepObservers,
+        hooks: Hooks,
         replica: ModelReplica | None = None,
     ) -> None:
         self._job = job
         self._group = group
         self._checkpoints = checkpoints
         self._ledger = ledger
-        self.listeners = listeners
-        self._observers = observers
+        self._hooks = hooks
         self.replica = replica or ModelReplica()  # one or several ranks, including this one
         self._phase = WorldPhase.JOINING
         self._world: World | None = None
@@ -132,8 +129,7 @@ class Lifecycle:
             node=world.node,
         )
         phases.begin_world(world.rank)
-        self._observers.begin_world(world, self._job.progress.step)
-        self.listeners.begin(world)
+        self._hooks.enter_world(world, self._job.progress.step)
 
     def register_again(self) -> None:
         """Begin to register the script's new objects in the same world."""
@@ -146,7 +142,7 @@ class Lifecycle:
 
     def pause(self) -> None:
         """Pause training, and keep the state for the next world."""
-        self._observers.pause()
+        self._hooks.leave_world("pause")
         self._move(WorldPhase.PAUSED)
 
     def begin_change(self) -> None:

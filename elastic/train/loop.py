@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import functools
-import gc
-import inspect
-import itertools
-import operator
-import sys
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from enum import Enum
-from types import FrameType, GeneratorType
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
-from torch.utils.hooks import RemovableHandle
 
 from elastic.errors import TrainingError, WorldChanged
 from elastic.groups.faults import ControlFlow
@@ -28,9 +16,7 @@ from elastic.groups.world import World, world_from_environment
 from elastic.hangs.page import DATA, SCRIPT, phases
 from elastic.telemetry.log import get_logger
 from elastic.torch_private import not_compiled
-from elastic.train.changes import ChangeDetector
 from elastic.train.checks import (
-    ModuleStructures,
     refuse_break,
     refuse_range,
     refuse_states_of_shards,
@@ -39,6 +25,14 @@ from elastic.train.checks import (
 from elastic.train.ddp import Wrapped
 from elastic.train.early_leave import EarlyLeave
 from elastic.train.loader import BatchInfo, ElasticLoader, Pass, same_shares
+from elastic.train.reading import (
+    Consumer,
+    CountedRates,
+    EarlierGenerators,
+    ReadingAhead,
+    consumer_of,
+    created_too_early,
+)
 from elastic.train.recovery import Bootstrap
 from elastic.train.replicas import (
     Weights,
@@ -68,9 +62,12 @@ from elastic.train.weight_digest import WeightDigest
 
 
 class Commits:
-    """Decides when steps are committed. One per process."""
+    """Decides when steps are committed. One per process.
 
-    def __init__(self, session: Session) -> None:
+    ``copies``: digests of untracked copies of the model, by name.
+    """
+
+    def __init__(self, session: Session, copies: Callable[[], Mapping[str, str]] = dict) -> None:
         self._session = session
         self._job = session.job
         self._optimizer_watch = session.optimizer_watch
@@ -80,13 +77,12 @@ class Commits:
         self._checkpoints = session.checkpoints
         self._callbacks = session.callbacks
         self._ledger = session.ledger
-        self._observers = session.observers
+        self._hooks = session.hooks
         self._compared_in: World | None = None  # the last world in which replicas were compared
         self._digests: WeightDigest | None = None  # of that world's weights, if it has replicas
         self._has_warned_of_accumulation = False
         self._has_warned_of_state = self._has_warned_of_copies = False
-        # Digests of untracked copies of the model by name, of which the loop knows.
-        self.copies: Callable[[], Mapping[str, str]] = dict
+        self._copies = copies
 
     def commit(self, step: Step, loader: ElasticLoader | None) -> None:
         """End an iteration: its data is used. Commit it, unless its gradients are still unused."""
@@ -109,7 +105,7 @@ class Commits:
             loader.advance()
             for other in self._job.loaders.values():
                 other.following.commit(step)
-        self._observers.committed(self._job.progress.step)
+        self._hooks.commit(self._job.progress.step)
         if is_waiting:
             self._current.accumulation.add(step)
         else:
@@ -252,7 +248,7 @@ class Commits:
         """
         with self._lifecycle.replica.whole():
             tracked = self._job.tracked if self._lifecycle.world.mesh.stages == 1 else {}
-            differing = differing_names(self._job.user, tracked, self.copies())
+            differing = differing_names(self._job.user, tracked, self._copies())
         if (differing.state or differing.tracked) and not self._has_warned_of_state:
             self._has_warned_of_state = True
             warn_of_differing(differing)
@@ -334,355 +330,6 @@ def _counter_shifted(step: Step, length: int, usual: int) -> TrainingError:
 
 
 # ----------------------------------------------------------------------------
-# Detects the consumer of a loader's iterator: ``enumerate``, ``itertools.islice`` or ``cycle``.
-#
-# ``enumerate``, ``islice`` and ``zip(range(n), …)`` count from 0 even if a pass begins in the
-# middle of an epoch, and ``cycle`` never starts a second pass. The iterator is not notified, but
-# Python's garbage collector can list its referrers.
-#
-# Where the script limits an epoch by ``islice`` or ``zip``, the loader remembers the number of its
-# batches, as part of the job's state. A pass that resumes ends where the interrupted one would
-# have, unless the script has subtracted the batches that it has had.
-
-# `enumerate(tqdm(loader))` reads the loader's generator through the progress bar's generator.
-_PROGRESS_BARS = ("tqdm", "rich")
-
-_RANGE_ITERATOR = type(iter(range(0)))
-_ONE_BY_ONE = (zip, enumerate, map, itertools.islice)  # they pass each item on
-_READERS = (*_ONE_BY_ONE, itertools.cycle)
-_NESTED = 3  # of these around each other: islice(enumerate(zip(loader, other)), n)
-
-_warned: set[str] = set()
-
-
-@dataclass(frozen=True, slots=True)
-class Consumer:
-    """The reader of a pass, as far as it is known."""
-
-    counts_from: int | None = None  # start value of enumerate
-    is_cycle: bool = False
-    # The number of batches after which it ends the pass: of islice(loader, n), or of a range in a
-    # zip with the loader. None: it does not, or the number is not known.
-    takes: int | None = None
-    is_slice: bool = False
-
-    def refuse_cycle(self) -> None:
-        """Raise TrainingError for ``itertools.cycle``, which stores every batch and repeats them.
-
-        After the first epoch no step would begin or commit.
-        """
-        if self.is_cycle:
-            raise TrainingError(
-                "itertools.cycle(loader) repeats the batches of the first epoch from memory, "
-                "outside of any step",
-                hint="def endless(loader):\n    while True:\n        yield from loader",
-            )
-
-    def refuse_limit(self, batches_left: int) -> None:
-        """Raise TrainingError if the consumer ends the pass after a number of batches, which it
-        would count again where a loop resumes. ``batches_left``: in the pass."""
-        ends_early = self.takes is not None and self.takes < batches_left
-        if self.is_slice or ends_early:
-            call = "itertools.islice(loader, n)" if self.is_slice else "zip(range(n), loader)"
-            raise TrainingError(
-                f"{call} counts from the step at which a loop resumes: after a recovery or a "
-                "restart, the epoch would have more than n steps",
-                hint="run.loader(…, max_steps=n), whose epochs end at the same step, or "
-                f"{call.replace('n)', 'n - loader.index)', 1)}",
-            )
-
-    def warn_of_count(self, index: int) -> None:
-        """Warn, once per process, if a count from 0 or 1 begins at step ``index``."""
-        start = self.counts_from
-        if start not in (0, 1) or start >= index or "count" in _warned:
-            return
-        _warned.add("count")
-        get_logger().warning(
-            "this loop resumes at step %d of its epoch, but enumerate(loader) counts from %d: "
-            "use enumerate(loader, start=%sloader.index)",
-            index,
-            start,
-            "1 + " if start else "",
-        )
-
-
-def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
-    """Find the reader that requested the first item of ``iterator``, a generator of the calling
-    frame.
-
-    ``everywhere`` scans all objects (22 ms at 290,000 objects; 110 ms behind a progress bar
-    [measured]), else only the last few thousand allocations, which include the objects that a
-    ``for`` statement has just created.
-    """
-    frames = _frames_of_progress_bars(sys._getframe(1).f_back)
-    if not everywhere:
-        found = gc.get_objects(0) + gc.get_objects(1)
-    else:
-        found = gc.get_objects() if frames else _holders(iterator)
-    counts_from: int | None = None
-    is_cycle = is_slice = False
-    takes: int | None = None
-    for holder in found:
-        if type(holder) is enumerate:
-            read, count = cast(tuple[object, int], holder.__reduce__()[1])
-            if _reads(read, iterator, frames):
-                counts_from = count
-        elif type(holder) is itertools.cycle:
-            is_cycle = is_cycle or any(read is iterator for read in gc.get_referents(holder))
-        elif type(holder) is itertools.islice:
-            if any(_reads(read, iterator, frames) for read in gc.get_referents(holder)):
-                is_slice, takes = True, _length_of(holder)
-        elif type(holder) is zip:
-            takes = _range_beside(holder, iterator, takes)
-    return Consumer(counts_from, is_cycle, takes, is_slice)
-
-
-def _length_of(sliced: Any) -> int | None:
-    """``n`` of an ``islice(iterable, n)``, of which the first is being read; None for another
-    start or step, and from Python 3.14 on, which does not tell."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of copying it, in Python 3.12
-        try:
-            _, (_, start, stop, step), *_ = sliced.__reduce__()
-        except (TypeError, ValueError):
-            return None
-    return stop if (start, step) == (0, 1) else None
-
-
-def _range_beside(zipped: object, iterator: object, found: int | None) -> int | None:
-    """The length of a range in a ``zip`` with the iterator, of which the first is being read."""
-    for parts in gc.get_referents(zipped):
-        if type(parts) is tuple and any(part is iterator for part in parts):
-            at = [part is iterator for part in parts].index(True)
-            for place, part in enumerate(parts):
-                if type(part) is _RANGE_ITERATOR:
-                    return operator.length_hint(part) + (place < at)
-    return found
-
-
-def _holders(iterator: object) -> list[Any]:
-    """Objects that refer to the iterator, directly or through others that pass its items on.
-
-    The collector finds them much faster than a loop over all objects, and all ranks of a world wait
-    for a joining process meanwhile.
-    """
-    found: list[Any] = []
-    readers: list[Any] = [iterator]
-    for _ in range(_NESTED):
-        # Only these types: the lists of this function refer to the iterator, too, and in a list
-        # of their own they would be a cycle that keeps it alive.
-        holders = [held for held in gc.get_referrers(*readers) if type(held) in _READERS]
-        parts = [held for held in gc.get_referrers(*readers) if type(held) is tuple]  # of a zip
-        holders += [held for held in gc.get_referrers(*parts) if type(held) is zip]
-        found += holders
-        readers = [held for held in holders if type(held) in _ONE_BY_ONE]
-        if not readers:
-            break
-    return found
-
-
-def _reads(reader: object, iterator: object, frames: list[Any], depth: int = _NESTED) -> bool:
-    """Whether ``reader`` is the iterator, a progress bar's generator, or passes their items on."""
-    if type(reader) in _ONE_BY_ONE and depth:
-        inner = gc.get_referents(reader)
-        parts = [part for parts in inner if type(parts) is tuple for part in parts]
-        return any(_reads(read, iterator, frames, depth - 1) for read in (*inner, *parts))
-    return reader is iterator or (isinstance(reader, GeneratorType) and reader.gi_frame in frames)
-
-
-def _frames_of_progress_bars(frame: FrameType | None) -> list[Any]:
-    frames = []
-    while frame and str(frame.f_globals.get("__name__")).split(".")[0] in _PROGRESS_BARS:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-# ----------------------------------------------------------------------------
-# Refuses learning rates that depend on a count which begins anew when a pass resumes.
-#
-# ``enumerate(loader)`` counts from 0 even if the pass begins in the middle of an epoch, after a
-# death or from a checkpoint. Counts that are printed do no harm. A learning rate computed from
-# one, as in ``adjust_learning_rate(optimizer, epoch + i / iters)`` or ``scheduler.step(epoch + i /
-# iters)``, would be that of another step, without an error. So it is refused in the first steps of
-# a job.
-
-_IN_A_ROW = 3  # steps in which the script changes a rate: one may be a reaction to the loss
-
-
-class CountedRates:
-    """Watches the learning rates during one pass whose batches are counted from a constant.
-
-    ``tracked`` and ``user``: the job's tracked objects and ``run.state``, which may have a count of
-    their own.
-    """
-
-    def __init__(self, tracked: Mapping[str, object], user: Mapping[str, object]) -> None:
-        self._optimizers = [t for t in tracked.values() if isinstance(t, torch.optim.Optimizer)]
-        self._restarts = [t for t in tracked.values() if isinstance(t, CosineAnnealingWarmRestarts)]
-        without_a_count = (torch.optim.Optimizer, nn.Module, torch.amp.GradScaler)
-        self._has_counter = any(not isinstance(t, without_a_count) for t in tracked.values())
-        self._user = user
-        self._before: list[float] = []
-        self._changes = 0
-
-    def step_began(self) -> None:
-        """Before the script's code of a step."""
-        if not self._has_counter:
-            self._before = self._rates()
-
-    def step_ended(self, number: int) -> None:
-        """After the script's code of step ``number``: raise TrainingError if the rates follow the
-        count."""
-        # Not before the first step: the script may begin its count there.
-        if any(isinstance(value, int) for value in self._user.values()):
-            return
-        if any(float(scheduler.T_cur) % 1 for scheduler in self._restarts):
-            raise _refusal(number, "scheduler.step(epoch + i / len(loader)) gets")
-        if self._has_counter:
-            return
-        self._changes = self._changes + 1 if self._rates() != self._before else 0
-        if self._changes >= _IN_A_ROW:
-            raise _refusal(number, "the learning rate changes in every step, and follows")
-
-    def _rates(self) -> list[float]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return [group["lr"] for group in groups if isinstance(group.get("lr"), float)]
-
-
-def _refusal(number: int, what: str) -> TrainingError:
-    return TrainingError(
-        f"step {number}: {what} a count from enumerate(loader), which begins at 0 again if the "
-        "loop resumes in the middle of an epoch",
-        hint="for i, batch in enumerate(loader, start=loader.index):",
-    )
-
-
-# ----------------------------------------------------------------------------
-# Detects a script that requests a batch before it has trained on the previous one (prefetching).
-#
-# A step ends when the script requests the next batch. A script that reads ahead trains on the
-# previous step's batch, so a fault loses or repeats a batch, and its last update comes after the
-# loop. The first steps of a process reveal it: nothing is trained in the first step, and the
-# forward pass in the second step gets the first step's tensors.
-
-HINT = (
-    "iterate over the loader itself: DataLoader(num_workers=4, pin_memory=True) reads ahead, and\n"
-    "for inputs, targets in loader:\n"
-    "    inputs = inputs.to(run.device, non_blocking=True)"
-)
-
-
-class _Stage(Enum):
-    FIRST_STEP = "first step"
-    SECOND_STEP = "second step"  # nothing was trained in the first
-    OVER = "over"
-
-
-class ReadingAhead:
-    """Checks the first two steps of a process."""
-
-    def __init__(self) -> None:
-        self._stage = _Stage.FIRST_STEP
-        self._first_batch: list[weakref.ref[torch.Tensor]] = []
-        self._hooks: list[RemovableHandle] = []
-
-    def step_began(self, batch: Any) -> None:
-        """Called with the batch of a step that begins."""
-        if self._stage is _Stage.FIRST_STEP:
-            self._first_batch = [weakref.ref(tensor) for tensor in _tensors(batch)]
-
-    def step_ended(self, number: int, modules: Collection[nn.Module], *, trained: bool) -> None:
-        """Called when the script requests the batch after step ``number``."""
-        if self._stage is _Stage.FIRST_STEP and modules and not trained:
-            get_logger().warning(
-                "step %d ended without a forward pass of a wrapped model. If the script reads "
-                "batches ahead (a prefetcher), it trains on the previous step's batch, and its "
-                "last update comes after the loop, where it is refused: %s",
-                number,
-                HINT,
-            )
-            self._stage = _Stage.SECOND_STEP
-            self._hooks = [
-                module.register_forward_pre_hook(self._check, with_kwargs=True)
-                for module in modules
-            ]
-        elif self._stage is not _Stage.OVER:
-            self._stage = _Stage.OVER
-            self._first_batch.clear()
-            for hook in self._hooks:
-                hook.remove()
-
-    def _check(self, module: nn.Module, inputs: Any, named: Any) -> None:
-        first = [ref() for ref in self._first_batch]
-        if any(tensor is one for tensor in _tensors([inputs, named]) for one in first):
-            raise TrainingError(
-                "the script requests the next batch before it trains on the last one, as a "
-                "prefetcher does: a fault would lose or repeat a batch",
-                hint=HINT,
-            )
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-# ----------------------------------------------------------------------------
-# Detects generators that the script created before ``run.retry`` called its function.
-#
-# ``self.batches = cycle(loader)`` in ``__init__`` outlives the function: after a change of the
-# world, ``next(self.batches)`` would yield batches of the ended world, or stop.
-
-
-class EarlierGenerators:
-    """The generators older than the first attempt. One per process."""
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakSet[GeneratorType[Any, Any, Any]] = weakref.WeakSet()
-
-    def note(self) -> None:
-        """Record all generators at the start of the first attempt.
-
-        A generator that is running now has called ``run.retry``, and is not recorded. Takes about
-        50 ms of CPU time at 366,000 objects [measured on a busy machine].
-        """
-        found = [one for one in gc.get_objects() if type(one) is GeneratorType]
-        self._known.update(one for one in found if not one.gi_running)
-
-    def refuse(self) -> None:
-        """Raise TrainingError if a recorded generator requested an item from the calling one."""
-        callers = _generators(sys._getframe(1))
-        if any(one.gi_frame in callers for one in self._known):
-            raise created_too_early()
-
-
-def created_too_early() -> TrainingError:
-    """The error for an iterator that was created before the call of the function that reads it."""
-    return TrainingError(
-        "an iterator over the loader was created before run.retry called the function that reads "
-        "it: after a change of the world it would yield batches of the ended world",
-        hint="create it in that function, as a local variable: batches = cycle(loader), "
-        "batches = iter(loader)",
-    )
-
-
-def _generators(frame: FrameType | None) -> list[FrameType]:
-    """The frame and its callers, for as long as they are generators."""
-    frames = []
-    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-# ----------------------------------------------------------------------------
 # The part of the API that the script is currently in.
 
 
@@ -704,7 +351,13 @@ OWN_LOOP = "run.begin"  # the place of steps in the script's own loop
 class StepLoop:
     """The loop over steps. One per process."""
 
-    def __init__(self, session: Session, bootstrap: Bootstrap, early_leave: EarlyLeave) -> None:
+    def __init__(
+        self,
+        session: Session,
+        bootstrap: Bootstrap,
+        early_leave: EarlyLeave,
+        copies: Callable[[], Mapping[str, str]],
+    ) -> None:
         self._session = session
         self.current = session.current
         self.scope = session.scope
@@ -714,11 +367,8 @@ class StepLoop:
         self._optimizer_watch = session.optimizer_watch
         self._progress = session.progress
         self._checkpoints = session.checkpoints
-        self._commits = Commits(session)
+        self._commits = Commits(session, copies)
         self.early_leave = early_leave
-        self.changes = ChangeDetector(session.job)
-        self.structures = ModuleStructures()
-        self._commits.copies = self.changes.copies
         self.reading_ahead = ReadingAhead()
         self.generators = EarlierGenerators()
         self._has_warned_of_counts = False
@@ -912,9 +562,7 @@ class StepLoop:
         if self.current.step is not None:
             raise _second_step(self.current.step, loader)
         number, strategy = self._job.progress.step, self._session.strategy
-        self.early_leave.begins(number)
-        self.changes.step_begins(is_saved=self._checkpoints.is_on)
-        self.structures.step_begins(self._job.modules.values())
+        self._session.hooks.begin(number)
         if self.current.accumulation.since is None:
             self.lifecycle.settle()  # work that the script queued since the last step
             self._commits.call_back_again()
@@ -1232,7 +880,7 @@ def steps(
                 raise created_too_early()  # created by an attempt that has ended
             is_last = loader.position.step + 1 >= end
             if not is_last:
-                loop.early_leave.begins(number + 1)
+                loop.early_leave.begin(number + 1)
             loop.commit()
             phases.enter(DATA)
             if is_last and left is not None:
@@ -1352,33 +1000,3 @@ def index(loop: StepLoop, loader: ElasticLoader) -> int:
     if loop.scope.owns_epochs:
         return position.step if position.epoch == loop.epoch else 0
     return position.step if loader.resumes_at_end else position.step % len(loader)
-
-
-# ----------------------------------------------------------------------------
-# Restores the training mode of modules when the training function is called again.
-#
-# A fault may interrupt an evaluation between ``model.eval()`` and ``model.train()``. The function
-# is called again, and scripts rarely begin with ``model.train()``: this rank would continue in
-# eval mode, where a wrapped module runs without collectives, while a joining process trains. So
-# each call begins with the modes of the first one, as it does in a joining process.
-
-
-class TrainingModes:
-    """The modes of wrapped and tracked modules before the training function. One per process."""
-
-    def __init__(self, job: JobState) -> None:
-        self._job = job
-        self._recorded: list[tuple[nn.Module, bool]] = []
-
-    def begin_attempt(self, *, is_again: bool) -> None:
-        """Called before each call of the function."""
-        if not is_again:
-            self._recorded = [(m, m.training) for m in self._modules()]
-            return
-        for module, is_training in self._recorded:
-            module.training = is_training  # not train(), which classes override
-
-    def _modules(self) -> Iterable[nn.Module]:
-        job = self._job
-        objects = (*job.modules.values(), *job.all_modules.values(), *job.tracked.values())
-        return (m for one in objects if isinstance(one, nn.Module) for m in one.modules())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsFloat, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from elastic.groups.world import World
 from elastic.telemetry.events import Metrics
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
+from elastic.train.hooks import Hook, Left
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -628,7 +629,7 @@ def _calls(writer: MetricsWriter, rows: Rows) -> Iterator[Callable[[], object]]:
 _MAX_LOGGED = 256  # calls between two steps, if a script logs in its own loop
 
 
-class MetricsLog:
+class MetricsLog(Hook):
     """The log of metrics. One per process, used by the main thread.
 
     Args:
@@ -636,7 +637,7 @@ class MetricsLog:
         default_writers: creates the writers if the script sets none.
     """
 
-    SEES_EACH_STEP: ClassVar = False
+    SEES_EACH_STEP = False
 
     def __init__(
         self,
@@ -723,8 +724,8 @@ class MetricsLog:
 
     # -- steps and worlds ----------------------------------------------------------------------
 
-    def begin_world(self, world: World, step: int) -> None:
-        """See :class:`StepObserver`."""
+    def enter_world(self, world: World, step: int) -> None:
+        """See :class:`Hook`."""
         self._keep()
         self._history.rewind(step)
         self._newest.clear()
@@ -739,8 +740,8 @@ class MetricsLog:
         elif self._thread is not None and not self._is_drained:
             self._thread.abandon()  # the new rank 0 writes its copies of these values
 
-    def committed(self, step: int) -> None:
-        """See :class:`StepObserver`."""
+    def commit(self, step: int) -> None:
+        """See :class:`Hook`."""
         self._step = step
         self._keep()
         now_s = self._clock.monotonic()
@@ -749,22 +750,18 @@ class MetricsLog:
             self._flush(step - 1)
             self._history.prune(now_s, is_writer=self._is_main)
 
-    def end_world(self, ended: str) -> None:
-        """See :class:`StepObserver`. Another process may write from now on."""
+    def leave_world(self, reason: Left) -> None:
+        """See :class:`Hook`. Another process may write from now on."""
         self._keep()
         if not self._is_main:
             return
         # After a fault the device may never compute logged values: do not wait for it.
-        self._flush(self._step, wait=ended != "fault", is_last=True)
+        self._flush(self._step, wait=reason != "fault", is_last=True)
         self._is_main = False
         self._is_drained = self._thread is None or self._thread.drain(METRICS_DRAIN_S)
 
-    def pause(self) -> None:
-        """See :class:`StepObserver`."""
-        self.end_world("change")
-
     def close(self) -> None:
-        """See :class:`StepObserver`."""
+        """See :class:`Hook`."""
         self._close_thread()
 
     # -- writing -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, TextIO
+from typing import Protocol, TextIO
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -19,11 +19,8 @@ from elastic.groups.world import World
 from elastic.telemetry.events import ProfileWritten
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
-from elastic.train.current import StepAccount
+from elastic.train.hooks import Hook, Left
 from elastic.train.metrics import WorldMean
-from elastic.tuning.intervals import (
-    STEP_SUMS_S,
-)
 
 # Between two lines of progress in a file: an hour is 720 lines.
 PROGRESS_LINE_S = 5.0
@@ -86,10 +83,8 @@ def torch_trace() -> Trace:
     return profile(activities=activities)
 
 
-class StepProfiler:
+class StepProfiler(Hook):
     """This rank's profiler. One per process; used by the main thread, except :meth:`request`."""
-
-    SEES_EACH_STEP: ClassVar = True
 
     def __init__(
         self,
@@ -122,33 +117,29 @@ class StepProfiler:
 
     # -- steps and worlds ----------------------------------------------------------------------
 
-    def begin_world(self, world: World, step: int) -> None:
-        """See :class:`StepObserver`."""
+    def enter_world(self, world: World, step: int) -> None:
+        """See :class:`Hook`."""
         if self._trace is not None:
             self._end()
         self._world, self._step = world, step
         self._begin_if_due(step)
 
-    def committed(self, step: int) -> None:
-        """See :class:`StepObserver`."""
+    def commit(self, step: int) -> None:
+        """See :class:`Hook`."""
         self._step = step
         if self._trace is not None and step >= self._last:
             self._end()
         if self._requested is not None:
             self._begin_if_due(step)
 
-    def end_world(self, ended: str) -> None:
-        """See :class:`StepObserver`."""
+    def leave_world(self, reason: Left) -> None:
+        """See :class:`Hook`."""
         self._is_interrupted = self._trace is not None
-        if ended != "fault" and self._trace is not None:
+        if reason != "fault" and self._trace is not None:
             self._end()
 
-    def pause(self) -> None:
-        """See :class:`StepObserver`."""
-        self.end_world("change")
-
     def close(self) -> None:
-        """See :class:`StepObserver`."""
+        """See :class:`Hook`."""
         if self._trace is not None and not self._is_interrupted:
             self._end()
 
@@ -273,7 +264,7 @@ def is_wanted(env: Mapping[str, str] = os.environ) -> bool:
     return value == "on"
 
 
-class ProgressLine:
+class ProgressLine(Hook):
     """The progress line. One per process; only rank 0 prints.
 
     Args:
@@ -282,7 +273,7 @@ class ProgressLine:
         out: the stream that may be a terminal.
     """
 
-    SEES_EACH_STEP: ClassVar = False
+    SEES_EACH_STEP = False
 
     def __init__(
         self,
@@ -307,14 +298,14 @@ class ProgressLine:
         self._is_first = False  # the next step is the first of this world
         self._is_status_shown = False
 
-    def begin_world(self, world: World, step: int) -> None:
-        """See :class:`StepObserver`."""
+    def enter_world(self, world: World, step: int) -> None:
+        """See :class:`Hook`."""
         self._world = world if world.rank == 0 and self._is_on else None
         self._is_first = True
         self._begin_window(self._clock.monotonic(), step)
 
-    def committed(self, step: int) -> None:
-        """See :class:`StepObserver`."""
+    def commit(self, step: int) -> None:
+        """See :class:`Hook`."""
         if self._world is None:
             return
         now_s = self._clock.monotonic()
@@ -325,20 +316,13 @@ class ProgressLine:
             self._is_first = False
             self._begin_window(now_s, step)
 
-    def end_world(self, ended: str) -> None:
-        """See :class:`StepObserver`."""
+    def leave_world(self, reason: Left) -> None:
+        """See :class:`Hook`."""
         self._world = None
         if self._is_status_shown:
             self._is_status_shown = False
             self._out.write(f"\r{_CLEAR_TO_END}")
             self._out.flush()
-
-    def pause(self) -> None:
-        """See :class:`StepObserver`."""
-        self.end_world("change")
-
-    def close(self) -> None:
-        """See :class:`StepObserver`."""
 
     def _begin_window(self, now_s: float, step: int) -> None:
         self._printed_s, self._printed_step = now_s, step
@@ -363,90 +347,3 @@ class ProgressLine:
         self._out.write(f"\r{text}{_CLEAR_TO_END}\r")
         self._out.flush()
         self._is_status_shown = True
-
-
-# ----------------------------------------------------------------------------
-# Notifies passive observers of steps and worlds: accounting, metrics, progress, traces.
-
-
-class StepObserver(Protocol):
-    """The interface of observers. Called by the main thread; must not fail or take long."""
-
-    SEES_EACH_STEP: ClassVar[bool]
-    """Whether :meth:`committed` is called after each step, or only after a world's first and last
-    step and every STEP_SUMS_S in between."""
-
-    def begin_world(self, world: World, step: int) -> None:
-        """Begin or continue training in a world, after ``step`` steps."""
-
-    def committed(self, step: int) -> None:
-        """Record that ``step`` steps are committed."""
-
-    def end_world(self, ended: str) -> None:
-        """End the world, or the process. ``ended``: "fault", "change" or "close"."""
-
-    def pause(self) -> None:
-        """Begin a paused world, in which nothing is trained."""
-
-    def close(self) -> None:
-        """End the process, after :meth:`end_world`."""
-
-
-class StepObservers:
-    """All observers of a process. The time account is notified first."""
-
-    def __init__(
-        self, account: StepAccount, *others: StepObserver, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
-        self._account = account
-        self._others = others
-        self._rare = tuple(other for other in others if not other.SEES_EACH_STEP)
-        self._each = tuple(other for other in others if other.SEES_EACH_STEP)
-        self._now_s = clock.monotonic
-        self._step = self._notified_step = 0
-        self._due_s = float(
-            "-inf"
-        )  # when the observers that do not see each step are notified next
-
-    def begin_world(self, world: World, step: int) -> None:
-        """See :class:`StepObserver`; the same applies to the other methods."""
-        self._step = self._notified_step = step
-        self._due_s = float("-inf")
-        self._account.begin_world(world.generation, step)
-        for other in self._others:
-            other.begin_world(world, step)
-
-    def committed(self, step: int) -> None:
-        self._step = step
-        now_s = self._now_s()
-        if now_s >= self._due_s:
-            self._due_s = now_s + STEP_SUMS_S
-            self._notify()
-        for other in self._each:
-            other.committed(step)
-
-    def _notify(self) -> None:
-        self._notified_step = self._step
-        self._account.committed(self._step)
-        for other in self._rare:
-            other.committed(self._step)
-
-    def _catch_up(self) -> None:
-        if self._notified_step != self._step:
-            self._notify()
-
-    def end_world(self, ended: str) -> None:
-        self._catch_up()
-        self._account.end_world(ended)
-        for other in self._others:
-            other.end_world(ended)
-
-    def pause(self) -> None:
-        self._catch_up()
-        self._account.pause()
-        for other in self._others:
-            other.pause()
-
-    def close(self) -> None:
-        for other in self._others:
-            other.close()

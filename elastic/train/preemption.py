@@ -69,7 +69,7 @@ class Preemption:
         self._halt = session.halt
         self._group = session.group
         self._worlds = session.worlds
-        self._observers = session.observers
+        self._hooks = session.hooks
         self._journal = session.journal
         self._handling = threading.Lock()
 
@@ -172,7 +172,7 @@ class Preemption:
             limit.cancel()
             return False
         self._save_stopped(deadlines)
-        self._observers.end_world("fault")  # writes the values logged for the saved steps
+        self._hooks.leave_world("fault")  # writes the values logged for the saved steps
         limit.cancel()
         return True
 

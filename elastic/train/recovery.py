@@ -72,7 +72,7 @@ class InProcess:
         self._lifecycle = session.lifecycle
         self._checkpoints = session.checkpoints
         self._timer = timer
-        self._observers = session.observers
+        self._hooks = session.hooks
         self._journal = session.journal
         self._early_leave = early_leave
         self._reconfiguration = Reconfiguration(
@@ -158,7 +158,7 @@ class InProcess:
         self._replica.check_in()
         is_planned = isinstance(error, WorldChanged)
         is_together = is_planned and not self._is_over_for_some
-        self._observers.end_world("change" if is_planned else "fault")
+        self._hooks.leave_world("change" if is_planned else "fault")
         self._lifecycle.begin_change()
         if not is_planned:
             self._report(error)

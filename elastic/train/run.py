@@ -34,25 +34,25 @@ from elastic.telemetry.log import get_logger
 from elastic.torch_private import not_compiled_methods
 from elastic.train import loop as loops
 from elastic.train import rebuilding
+from elastic.train.changes import ChangeDetector
 from elastic.train.checkpointing import CheckpointManager, leaving_s
-from elastic.train.checks import refuse_child_process, refuse_range
+from elastic.train.checks import ModuleStructures, refuse_child_process, refuse_range
 from elastic.train.current import CurrentStep, Halt, Listeners, StepAccount, logged_at
 from elastic.train.ddp import ElasticDDP
 from elastic.train.early_leave import EarlyLeave
 from elastic.train.folder import Checkpoints, KeepGiven, WhenGiven, checkpoints_from
+from elastic.train.hooks import Hooks
 from elastic.train.lifecycle import Lifecycle
 from elastic.train.loader import ElasticLoader, shard_by
 from elastic.train.loop import (
     CallEnded,
     StepLoop,
-    TrainingModes,
     steps_left,
 )
 from elastic.train.metrics import Loggable, MetricsLog, MetricsWriter, default_writers, weighted
 from elastic.train.observers import (
     ProfileRequest,
     ProgressLine,
-    StepObservers,
     StepProfiler,
     request_of,
 )
@@ -153,7 +153,7 @@ class Attempts:
         """Called before the training function."""
         self.failure.begin_training()
         self._session.callbacks.begin_attempt(is_again=is_again)
-        self._lifecycle.listeners.begin_attempt(is_again=is_again)
+        self._session.listeners.begin_attempt(is_again=is_again)
         self._modes.begin_attempt(is_again=is_again)
         self._scope.passes = 0
         if not is_again:
@@ -308,6 +308,36 @@ def _at_the_end(resumed_at: int) -> TrainingError:
 
 
 # ----------------------------------------------------------------------------
+# Restores the training mode of modules when the training function is called again.
+#
+# A fault may interrupt an evaluation between ``model.eval()`` and ``model.train()``. The function
+# is called again, and scripts rarely begin with ``model.train()``: this rank would continue in
+# eval mode, where a wrapped module runs without collectives, while a joining process trains. So
+# each call begins with the modes of the first one, as it does in a joining process.
+
+
+class TrainingModes:
+    """The modes of wrapped and tracked modules before the training function. One per process."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._recorded: list[tuple[nn.Module, bool]] = []
+
+    def begin_attempt(self, *, is_again: bool) -> None:
+        """Called before each call of the function."""
+        if not is_again:
+            self._recorded = [(m, m.training) for m in self._modules()]
+            return
+        for module, is_training in self._recorded:
+            module.training = is_training  # not train(), which classes override
+
+    def _modules(self) -> Iterable[nn.Module]:
+        job = self._job
+        objects = (*job.modules.values(), *job.all_modules.values(), *job.tracked.values())
+        return (m for one in objects if isinstance(one, nn.Module) for m in one.modules())
+
+
+# ----------------------------------------------------------------------------
 # Ends the process: after training, or with an exception of the script.
 
 
@@ -328,7 +358,7 @@ class Shutdown:
         self._group = session.group
         self._worlds = session.worlds
         self._ledger = session.ledger
-        self._observers = session.observers
+        self._hooks = session.hooks
         self._journal = session.journal
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
@@ -341,7 +371,7 @@ class Shutdown:
         if clean and not error and not self._halt.has_left:
             self._close_in_order()
         else:
-            self._observers.end_world("close" if clean else "fault")
+            self._hooks.leave_world("close" if clean else "fault")
             must_save = strategy.must_save_after_error(is_of_the_world=is_of_the_world)
             self._end_with(error if must_save else "")
             if clean:
@@ -351,10 +381,8 @@ class Shutdown:
                 self._group.keep_connections()
             else:
                 strategy.release_peers()
-        self._observers.close()
+        self._hooks.close()
         # After an error, change nothing else: a step may have begun, and peers may have ended.
-        self._loop.early_leave.close()
-        self._loop.structures.close()
         if self._worlds is not None:
             self._worlds.close(clean=clean, error=error)
         self._lifecycle.close()
@@ -363,7 +391,7 @@ class Shutdown:
     def _close_in_order(self) -> None:
         """Save the last state after training has completed."""
         self._loop.finish(is_last=True)
-        self._observers.end_world("close")
+        self._hooks.leave_world("close")
         if self._lifecycle.is_restored and self._ledger.is_on:
             self._ledger.end(
                 generation=self._lifecycle.world.generation,
@@ -409,6 +437,7 @@ class Components:
     session: Session
     bootstrap: Bootstrap
     loop: StepLoop
+    changes: ChangeDetector
     attempts: Attempts
     metrics: MetricsLog
     profiler: StepProfiler
@@ -447,7 +476,7 @@ def assemble(
         lambda: metrics.newest, lambda: steps_left(scope, job), is_on=progress_is_wanted()
     )
     profiler = StepProfiler(journal)
-    observers = StepObservers(StepAccount(journal), metrics, progress_line, profiler)
+    hooks, listeners = Hooks(), Listeners()
     registry.piggyback(checkpoints.flags)
     session = Session(
         registry=registry,
@@ -455,17 +484,31 @@ def assemble(
         progress=RankProgress(job, registry.optimizer_watch, current),
         scope=scope,
         callbacks=StepCallbacks(),
+        listeners=listeners,
         group=group,
-        lifecycle=Lifecycle(job, group, checkpoints, ledger, Listeners(), observers, replica),
+        lifecycle=Lifecycle(job, group, checkpoints, ledger, hooks, replica),
         worlds=worlds,
         checkpoints=checkpoints,
         halt=Halt(),
         ledger=ledger,
         journal=journal,
-        observers=observers,
+        hooks=hooks,
     )
     session.strategy = Restart(session)
     early_leave = EarlyLeave(session)
+    changes = ChangeDetector(job, lambda: checkpoints.is_on)
+    hooks.install(
+        (
+            StepAccount(journal),
+            metrics,
+            progress_line,
+            profiler,
+            early_leave,
+            changes,
+            ModuleStructures(job.modules.values),
+            listeners,
+        )
+    )
     failure = FailureHook(journal, session.position)
     in_process = None
     if worlds is not None:
@@ -479,11 +522,12 @@ def assemble(
         in_process = InProcess(session, worlds, timer, early_leave)
         failure.notify = worlds.fail
     bootstrap = Bootstrap(session, in_process)
-    loop = StepLoop(session, bootstrap, early_leave)
+    loop = StepLoop(session, bootstrap, early_leave, changes.copies)
     return Components(
         session=session,
         bootstrap=bootstrap,
         loop=loop,
+        changes=changes,
         attempts=Attempts(session, bootstrap, loop, failure),
         metrics=metrics,
         profiler=profiler,
@@ -903,7 +947,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         ``names``: as in the warning or error about changes that are not part of the job's state,
         ``run.untracked("self.meter")``.
         """
-        self._parts.loop.changes.ignore(names)
+        self._parts.changes.ignore(names)
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -1003,7 +1047,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         process, the agent restarts it after a fault. Raises ConfigError if ``fn`` is no function.
         """
         errors.function("run.retry", fn, hint="pass the function itself: run.retry(train)")
-        self._parts.loop.changes.call(fn, args, kwargs)
+        self._parts.changes.call(fn, args, kwargs)
         result: Any = None  # of the last call that has returned
         for attempt in self.attempts():
             with attempt:
@@ -1063,7 +1107,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """
         errors.function("run.after_step", callback, hint="it is called with the step")
         self._parts.session.callbacks.add(callback)
-        self._parts.loop.changes.add_callback(callback)
+        self._parts.changes.add_callback(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
         """Call ``callback`` when a world's state is restored; immediately if that is the case.
@@ -1071,13 +1115,13 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         Raises ConfigError if it is not a function.
         """
         errors.function("run.on_world", callback, hint="it is called with the world")
-        self._parts.session.lifecycle.listeners.on_world(callback)
+        self._parts.session.listeners.on_world(callback)
 
     def on_main(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` when this rank becomes rank 0; immediately if it is. Raises ConfigError
         if it is not a function."""
         errors.function("run.on_main", callback, hint="it is called without arguments")
-        self._parts.session.lifecycle.listeners.on_main(callback)
+        self._parts.session.listeners.on_main(callback)
 
     # -- collective operations ----------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from elastic.groups.group import ProcessGroup
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.ledger import Ledger
 from elastic.train.checkpointing import CheckpointManager
-from elastic.train.current import CurrentStep, Halt
+from elastic.train.current import CurrentStep, Halt, Listeners
+from elastic.train.hooks import Hooks
 from elastic.train.lifecycle import Lifecycle
-from elastic.train.observers import StepObservers
 from elastic.train.optimizers import OptimizerWatch, Registry
 from elastic.train.order import StepFlags
 from elastic.train.progress import RankProgress
@@ -164,6 +164,7 @@ class Session:
     progress: RankProgress  # the commit to which the weights belong
     scope: Scope
     callbacks: StepCallbacks
+    listeners: Listeners  # to worlds
     # With whom.
     group: ProcessGroup
     lifecycle: Lifecycle
@@ -174,7 +175,7 @@ class Session:
     halt: Halt
     ledger: Ledger  # the samples of each step
     journal: EventSink  # events
-    observers: StepObservers  # of steps and worlds
+    hooks: Hooks  # what follows steps and worlds
 
     @property
     def job(self) -> JobState:

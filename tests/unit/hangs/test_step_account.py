@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from kit.manual_clock import ManualClock
@@ -16,7 +16,7 @@ from elastic.telemetry.events import Event, RankTimes
 from elastic.telemetry.journal import Journal
 from elastic.testing.slowness import is_within
 from elastic.train.current import StepAccount
-from elastic.train.observers import StepObservers
+from elastic.train.hooks import Hook, Hooks, Left
 from elastic.tuning.intervals import STEP_SUMS_S, STEP_TIMES_S
 
 MAX_US = 50.0  # per step, all telemetry
@@ -67,7 +67,7 @@ class Job:
             self.spend(Phase[name], took_s)
         self.step += 1
         self.commits.append((self.clock.monotonic(), self.passed.copy()))
-        self.account.committed(self.step)
+        self.account.commit(self.step)
 
 
 def parts(event: RankTimes) -> float:
@@ -78,7 +78,7 @@ def parts(event: RankTimes) -> float:
 
 def test_a_window_ends_after_the_first_step_and_then_every_few_seconds() -> None:
     job = Job()
-    job.account.begin_world(3, 0)
+    job.account.enter_world(replace(WORLD, generation=3), 0)
     for _ in range(200):
         job.commit(DATA=0.01, COMPUTE=0.05, COLLECTIVE=0.03, OPTIMIZER=0.01)
     first, *others = job.seen
@@ -94,12 +94,12 @@ def test_a_window_ends_after_the_first_step_and_then_every_few_seconds() -> None
 
 def test_parts_add_up_when_a_world_ends_with_a_fault() -> None:
     job = Job()
-    job.account.begin_world(1, 0)
+    job.account.enter_world(WORLD, 0)
     job.commit(DATA=0.2, COMPUTE=1.0)
     job.commit(DATA=0.1, COMPUTE=1.0, CHECKPOINT=0.5, EVALUATION=0.4)
     for phase in (Phase.DATA, Phase.COMPUTE, Phase.COLLECTIVE):
         job.spend(phase, 2.0)
-    job.account.end_world("fault")
+    job.account.leave_world("fault")
     fault = job.seen[-1]
     assert (fault.ended, fault.steps, fault.step) == ("fault", 1, 2)
     assert fault.open_s == pytest.approx(4.0)  # the wait for the batch counts as data time
@@ -111,62 +111,54 @@ def test_parts_add_up_when_a_world_ends_with_a_fault() -> None:
 def test_an_unseen_commit_counts_when_the_world_ends() -> None:
     """The account samples the steps; the recorder knows when the last one was committed."""
     job = Job()
-    observers = StepObservers(job.account, clock=job.clock)
-    observers.begin_world(WORLD, 0)
+    hooks = Hooks(job.account, clock=job.clock)
+    hooks.enter_world(WORLD, 0)
     job.commit(COMPUTE=1.0)  # seen by the account itself
     for _ in range(3):
         job.spend(Phase.COMPUTE, STEP_SUMS_S / 8)
         job.step += 1
         job.commits.append((job.clock.monotonic(), job.passed.copy()))
-        observers.committed(job.step)
+        hooks.commit(job.step)
     job.spend(Phase.COMPUTE, 2.0)
-    observers.end_world("fault")
+    hooks.leave_world("fault")
     first, last = job.seen
     assert (first.steps, last.steps, last.step) == (1, 3, 4)
     assert last.productive_s == pytest.approx(3 * STEP_SUMS_S / 8)
     assert last.open_s == pytest.approx(2.0)
 
 
-class SeesEachStep:
+class SeesEachStep(Hook):
     """Records the calls."""
-
-    SEES_EACH_STEP: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.calls: list[int | str] = []
 
-    def begin_world(self, world: World, step: int) -> None:
+    def enter_world(self, world: World, step: int) -> None:
         self.calls.append(f"begin {step}")
 
-    def committed(self, step: int) -> None:
+    def commit(self, step: int) -> None:
         self.calls.append(step)
 
-    def end_world(self, ended: str) -> None:
-        self.calls.append(ended)
-
-    def pause(self) -> None:
-        self.calls.append("pause")
-
-    def close(self) -> None:
-        pass
+    def leave_world(self, reason: Left) -> None:
+        self.calls.append(reason)
 
 
 class SeesSomeSteps(SeesEachStep):
-    SEES_EACH_STEP: ClassVar[bool] = False
+    SEES_EACH_STEP = False
 
 
-def test_an_observer_sees_every_step_or_a_sample_of_steps() -> None:
+def test_a_hook_sees_every_step_or_a_sample_of_steps() -> None:
     job = Job()
     each, some = SeesEachStep(), SeesSomeSteps()
-    observers = StepObservers(job.account, each, some, clock=job.clock)
-    observers.begin_world(WORLD, 10)
+    hooks = Hooks(job.account, each, some, clock=job.clock)
+    hooks.enter_world(WORLD, 10)
     for step in range(11, 17):
         job.clock.advance(STEP_SUMS_S / 4)
-        observers.committed(step)
-    observers.end_world("fault")
-    observers.begin_world(WORLD, 15)
-    observers.committed(16)
-    observers.pause()
+        hooks.commit(step)
+    hooks.leave_world("fault")
+    hooks.enter_world(WORLD, 15)
+    hooks.commit(16)
+    hooks.leave_world("pause")
     assert each.calls == ["begin 10", *range(11, 17), "fault", "begin 15", 16, "pause"]
     assert some.calls == ["begin 10", 11, 15, 16, "fault", "begin 15", 16, "pause"]
 
@@ -198,11 +190,11 @@ def test_recorded_phases_are_summed_on_demand() -> None:
 def test_nothing_is_reported_without_an_active_world() -> None:
     job = Job()
     job.commit(COMPUTE=9.0)
-    job.account.end_world("close")
-    job.account.begin_world(1, 0)
-    job.account.pause()
+    job.account.leave_world("close")
+    job.account.enter_world(WORLD, 0)
+    job.account.leave_world("pause")
     job.clock.advance(60.0)
-    job.account.end_world("change")
+    job.account.leave_world("change")
     assert job.seen == []
 
 
@@ -228,7 +220,7 @@ def test_accounting_costs_less_than_50_us_per_step(tmp_path: Path) -> None:
     journal = Journal(folder=tmp_path, identity={"node": "a", "rank": 0})
     account = StepAccount(journal, times=recorder)
     recorder.account()
-    account.begin_world(1, 0)
+    account.enter_world(WORLD, 0)
     rounds, steps = [], 500
     for turn in range(7):
         began_ns = time.thread_time_ns()
@@ -237,7 +229,7 @@ def test_accounting_costs_less_than_50_us_per_step(tmp_path: Path) -> None:
                 recorder.enter(phase)
             recorder.enter(Phase.OPTIMIZER)
             recorder.committed(number)
-            account.committed(turn * steps + number)
+            account.commit(turn * steps + number)
             recorder.enter(Phase.DATA)
         rounds.append((time.thread_time_ns() - began_ns) / steps / 1000)
     assert is_within(min(rounds), MAX_US), f"{min(rounds):.1f} us per step"

@@ -39,7 +39,7 @@ class Training:
         """``update``: the training function, called after each optimizer step."""
         self.changes.call(update, (), {})
         for _ in range(steps):
-            self.changes.step_begins()
+            self.changes.begin(0)
             self.steps += 1
             x = torch.randn(8, 4)
             self.optimizer.zero_grad()
@@ -480,7 +480,7 @@ def test_draws_from_a_local_variable_of_the_loop_cause_a_warning(
     def train() -> None:
         local = random.Random(0)
         for _ in range(6):
-            training.changes.step_begins()
+            training.changes.begin(0)
             chosen.append(local.random())
 
     train()
@@ -636,7 +636,7 @@ def test_a_global_counter_causes_a_warning(
     monkeypatch.setattr(get_logger(), "propagate", True)
     training = Training()
     for _ in range(8):
-        training.changes.step_begins()
+        training.changes.begin(0)
         steps_done += 1
         max(0.1, 1 - steps_done / 100)
     assert 'counts steps: run.state["steps_done"] in its place' in caplog.text
@@ -650,5 +650,5 @@ def test_the_index_of_a_loop_causes_no_warning(
     training = Training()
     for number in range(8):
         globals()["index"] = number
-        training.changes.step_begins()
+        training.changes.begin(0)
     assert "counts steps" not in caplog.text

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
 from elastic.errors import TrainingError
-from elastic.train.loop import CountedRates
+from elastic.train.reading import CountedRates
 
 
 class Schedule:

@@ -67,7 +67,7 @@ class Rank:
         self.current.begin(Step.past(4, 0, 4, 1), None)
 
     def _session(self) -> SimpleNamespace:
-        others = ("job", "progress", "checkpoints", "observers", "journal")
+        others = ("job", "progress", "checkpoints", "hooks", "journal")
         return SimpleNamespace(
             current=self.current,
             group=SimpleNamespace(device=torch.device("cpu")),

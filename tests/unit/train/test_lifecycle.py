@@ -15,8 +15,8 @@ from elastic.groups.world import World, world_from_environment
 from elastic.telemetry.ledger import Ledger
 from elastic.train.checkpointing import CheckpointManager
 from elastic.train.current import Listeners, StepAccount
+from elastic.train.hooks import Hooks
 from elastic.train.lifecycle import TRANSITIONS, Lifecycle, WorldPhase
-from elastic.train.observers import StepObservers
 from elastic.train.state import JobState
 
 WORLD = world_from_environment({})
@@ -45,8 +45,7 @@ def lifecycle_of(group: Group | None = None, listeners: Listeners | None = None)
         cast(ProcessGroup, group or Group()),
         CheckpointManager(None, MemoryJournal()),
         Ledger(None),
-        listeners or Listeners(),
-        StepObservers(StepAccount(MemoryJournal())),
+        Hooks(StepAccount(MemoryJournal()), listeners or Listeners()),
     )
 
 

@@ -26,7 +26,7 @@ from kit.run_kit import (
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
 
 from elastic.errors import TrainingError
-from elastic.train import loop
+from elastic.train import reading
 from elastic.train.run import Run
 from elastic.train.sampler import Position
 
@@ -35,7 +35,7 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_warned", set())
+    monkeypatch.setattr(reading, "_warned", set())
 
 
 def stopped(folder: Path, steps: int) -> None:

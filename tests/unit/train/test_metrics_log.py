@@ -73,14 +73,14 @@ class Process:
 
     def enter(self, rank: int, step: int) -> None:
         self.at = step
-        self.log.begin_world(world(rank), step)
+        self.log.enter_world(world(rank), step)
 
     def train(self, steps: int, who: float = 0.0, step_s: float = 0.1) -> None:
         for _ in range(steps):
             self.at += 1
             self.log.log({"loss": self.at + who})
             self.clock.advance(step_s)
-            self.log.committed(self.at)
+            self.log.commit(self.at)
 
 
 def world(rank: int, size: int = 2) -> World:
@@ -103,7 +103,7 @@ def test_rank_0_writes_each_step_once_on_a_separate_thread() -> None:
     for rank, process_ in enumerate((rank_0, rank_1)):
         process_.enter(rank, 0)
         process_.train(100)
-        process_.log.end_world("close")
+        process_.log.leave_world("close")
         process_.log.close()
     assert tracker.curve["loss"] == {step: float(step) for step in range(1, 101)}
     assert tracker.calls[0] == ("rewind", 0)
@@ -123,10 +123,10 @@ def test_the_next_rank_0_leaves_no_gap_and_no_duplicates() -> None:
     assert first.log._thread is not None
     assert first.log._thread.drain(PATIENCE_S)
     assert 0 < max(curve["loss"]) < 57
-    second.log.end_world("fault")
+    second.log.leave_world("fault")
     second.enter(0, 55)  # step 56 was interrupted on another rank, and is repeated
     second.train(10, who=0.25)
-    second.log.end_world("close")
+    second.log.leave_world("close")
     assert sorted(curve["loss"]) == list(range(1, 66))
     assert {step: v - step for step, v in curve["loss"].items() if step > 55} == dict.fromkeys(
         range(56, 66), 0.25
@@ -143,11 +143,11 @@ def test_an_interrupted_step_writes_nothing() -> None:
     rank_0.train(3)
     rank_0.at = 4
     rank_0.log.log({"loss": 99.0})
-    rank_0.log.end_world("fault")
+    rank_0.log.leave_world("fault")
     assert tracker.curve == {"loss": {1: 1.0, 2: 2.0, 3: 3.0}}
     rank_0.enter(0, 3)
     rank_0.train(1)
-    rank_0.log.end_world("close")
+    rank_0.log.leave_world("close")
     assert tracker.curve["loss"][4] == 4.0
     rank_0.log.close()
 
@@ -158,7 +158,7 @@ def test_values_logged_after_a_step_are_written_with_the_step() -> None:
     rank_0.train(20)
     rank_0.log.log({"accuracy": 0.5, "loss": 7.0})  # after the epoch: step 20 is committed
     rank_0.train(20)
-    rank_0.log.end_world("close")
+    rank_0.log.leave_world("close")
     assert tracker.curve["accuracy"] == {20: 0.5}
     assert tracker.curve["loss"][20] == 7.0, "the last value of a step counts"
     assert [step for call, step in tracker.calls if call == "log"] == list(range(1, 41))
@@ -174,8 +174,8 @@ def test_a_journal_does_not_grow_with_the_steps() -> None:
         if rank_0.at == 30:
             rank_0.log.log({"accuracy": 0.25})
         rank_0.clock.advance(0.02)
-        rank_0.log.committed(rank_0.at)
-    rank_0.log.end_world("close")
+        rank_0.log.commit(rank_0.at)
+    rank_0.log.leave_world("close")
     most = 2000 * 0.02 / METRICS_EVENT_S + 2
     assert 4 < len(rank_0.seen) <= most
     steps = [event.step for event in rank_0.seen]
@@ -266,7 +266,7 @@ def test_a_failing_writer_affects_neither_training_nor_other_writers(
     try:
         rank_0.enter(0, 0)
         rank_0.train(50)
-        rank_0.log.end_world("close")
+        rank_0.log.leave_world("close")
     finally:
         logger.removeHandler(caplog.handler)
     rank_0.log.close()
@@ -294,7 +294,7 @@ def test_a_writer_of_batches_is_called_once_for_many_steps() -> None:
     rank_0.log.add_writer(tracker)
     rank_0.enter(0, 0)
     rank_0.train(100)
-    rank_0.log.end_world("close")
+    rank_0.log.leave_world("close")
     rank_0.log.close()
     assert sorted(tracker.curve["loss"]) == list(range(1, 101))
     batches = [count for call, count in tracker.calls if call == "log_batch"]
@@ -310,7 +310,7 @@ def test_repeated_logging_within_one_step_keeps_one_row() -> None:
     for number in range(10_000):
         rank_0.log.log({"loss": float(number)})
     assert len(rank_0.log._logged) < 1000
-    rank_0.log.end_world("close")
+    rank_0.log.leave_world("close")
     rank_0.log.close()
     assert tracker.curve == {"loss": {0: 9999.0}}
 
@@ -327,7 +327,7 @@ def test_a_hung_writer_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     rank_0 = Process(tracker := Hanging({}))
     rank_0.enter(0, 0)
     rank_0.train(50)
-    rank_0.log.end_world("change")
+    rank_0.log.leave_world("change")
     rank_0.enter(1, 50)
     released.set()  # by now another process writes, so that this one must not
     rank_0.log.close()

@@ -32,10 +32,11 @@ class Check:
     """As the loop over steps, when a step begins."""
 
     def __init__(self, net: Net) -> None:
-        self.structures, self._wrapped = ModuleStructures(), [ElasticDDP(net)]
+        wrapped = [ElasticDDP(net)]
+        self.structures = ModuleStructures(lambda: wrapped)
 
     def __call__(self) -> None:
-        self.structures.step_begins(self._wrapped)
+        self.structures.begin(0)
 
 
 @pytest.fixture
@@ -127,11 +128,13 @@ def test_other_changes_are_accepted(net: Net, check: Check, change: Callable[[Ne
 
 def test_another_module_is_compared_with_itself(net: Net) -> None:
     """The function of run.retry may create its objects again."""
-    structures = ModuleStructures()
-    structures.step_begins([ElasticDDP(net)])
+    wrapped = [ElasticDDP(net)]
+    structures = ModuleStructures(lambda: wrapped)
+    structures.begin(0)
     other = Net()
     grow(other)
-    structures.step_begins([ElasticDDP(other)])
+    wrapped[:] = [ElasticDDP(other)]
+    structures.begin(1)
     structures.close()
 
 
@@ -144,7 +147,7 @@ def test_a_change_before_the_first_step_is_refused(
     monkeypatch.setattr(wrapped, "_in_world_parameters", tuple(net.parameters()))
     monkeypatch.setattr(wrapped, "in_world", True)
     change(net)
-    structures = ModuleStructures()
+    structures = ModuleStructures(lambda: [wrapped])
     with pytest.raises(TrainingError, match=r"was replaced|got the new entry"):
-        structures.step_begins([wrapped])
+        structures.begin(0)
     structures.close()

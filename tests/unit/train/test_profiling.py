@@ -53,12 +53,12 @@ class Rank:
 
     def enter(self, step: int) -> None:
         self.step = step
-        self.profiler.begin_world(world(self.rank), step)
+        self.profiler.enter_world(world(self.rank), step)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.profiler.committed(self.step)
+            self.profiler.commit(self.step)
 
 
 def test_a_number_of_steps_is_traced_from_the_next_step(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_end_of_a_world_ends_the_trace(tmp_path: Path, ended: str) -> None:
     rank.enter(0)
     rank.profiler.request(ProfileRequest(10))
     rank.train(4)
-    rank.profiler.end_world(ended)
+    rank.profiler.leave_world(ended)
     # After a fault a device may hang in collectives of lost peers until the next world.
     assert rank.calls == (["start"] if ended == "fault" else [*rank.calls])
     rank.enter(4)

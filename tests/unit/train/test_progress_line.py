@@ -51,13 +51,13 @@ class Rank:
 
     def enter(self, size: int, step: int) -> None:
         self.step = step
-        self.line.begin_world(world(self.rank, size), step)
+        self.line.enter_world(world(self.rank, size), step)
 
     def train(self, steps: int, step_s: float) -> None:
         for _ in range(steps):
             self.clock.advance(step_s)
             self.step += 1
-            self.line.committed(self.step)
+            self.line.commit(self.step)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_the_numbers_are_correct_after_a_recovery(lines: list[str]) -> None:
     main = Rank(0)
     main.enter(4, 0)
     main.train(100, 0.125)
-    main.line.end_world("fault")
+    main.line.leave_world("fault")
     main.clock.advance(300.0)  # not part of any step time
     main.enter(2, 90)
     main.train(1, 30.0)  # the first step of a world does not predict later ones
@@ -114,7 +114,7 @@ def test_a_terminal_shows_one_updated_line_and_clears_it(lines: list[str]) -> No
     states = re.findall(r"\r(step \d+)/1000[^\r]*\x1b\[K\r", shown)
     assert len(states) == 25
     assert states[-1] == "step 101"
-    main.line.end_world("close")
+    main.line.leave_world("close")
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
@@ -141,14 +141,14 @@ def test_steps_left_follow_epochs_and_position(
 
     with process(tmp_path) as run:
         script, seen = job(run), list[int | None]()
-        profiler = parts_of(run).profiler  # an observer that sees each step
-        monkeypatch.setattr(profiler, "committed", lambda step: seen.append(left()))
+        profiler = parts_of(run).profiler  # a hook that sees each step
+        monkeypatch.setattr(profiler, "commit", lambda step: seen.append(left()))
         for _ in run.epochs(3):
             for x, y in script.loader:
                 script.update(x, y)
         assert left() is None
     whole = 3 * STEPS_PER_EPOCH
-    assert seen == list(range(whole - 1, -1, -1)), "as the observer of a commit sees it"
+    assert seen == list(range(whole - 1, -1, -1)), "as a hook sees it"
 
 
 def test_steps_left_follow_planned_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_steps_left_follow_planned_steps(tmp_path: Path, monkeypatch: pytest.Mon
         at = parts_of(run)
         monkeypatch.setattr(
             at.profiler,
-            "committed",
+            "commit",
             lambda step: seen.append(steps_left(at.session.scope, at.session.job)),
         )
         for no_number in (0, -5, 1.5, True, "9"):

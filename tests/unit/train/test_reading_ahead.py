@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elastic.errors import TrainingError
-from elastic.train.loop import ReadingAhead
+from elastic.train.reading import ReadingAhead
 
 
 def first_step_without_training(model: nn.Module) -> tuple[ReadingAhead, torch.Tensor]:

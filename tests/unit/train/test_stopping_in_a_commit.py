@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic.train.current import CurrentStep
+from elastic.train.current import CurrentStep, Listeners
 from elastic.train.loop import Commits
 from elastic.train.optimizers import Registry
 from elastic.train.preemption import Preemption
@@ -40,6 +40,7 @@ class Rank:
             progress=RankProgress(registry.job, registry.optimizer_watch, current),
             scope=Scope(),
             callbacks=StepCallbacks(),
+            listeners=Listeners(),
             group=cast(Any, None),
             lifecycle=cast(Any, lifecycle),
             worlds=None,
@@ -49,7 +50,7 @@ class Rank:
             halt=cast(Any, None),
             ledger=cast(Any, SimpleNamespace(is_on=True, step=lambda **_: self.ask("noting"))),
             journal=cast(Any, None),
-            observers=cast(Any, SimpleNamespace(committed=lambda _: self.ask("committing"))),
+            hooks=cast(Any, SimpleNamespace(commit=lambda _: self.ask("committing"))),
         )
         self.session.strategy = cast(Any, active)
         self.session.callbacks.add(lambda _: self.ask("in a callback"))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from elastic.train.ddp import ElasticDDP
-from elastic.train.loop import TrainingModes
+from elastic.train.run import TrainingModes
 from elastic.train.state import JobState
 
 
