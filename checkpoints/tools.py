@@ -146,20 +146,28 @@ def export_to(
     target: str | os.PathLike[str],
     form: Format,
     *,
+    model: str | bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> None:
     """Write a verified checkpoint as another format: a file, or DCP's folder.
 
-    ``progress`` is called with the number of bytes of each chunk read.
-    Raises the same errors as :func:`checkpoints.load`, :class:`ArgumentError` if the target exists,
-    :class:`NotWritable` if its folder does not, :class:`DiskFull` if it has no space, and
-    :class:`WriteFailed` if the state cannot be written in that format.
+    ``model``: write only the state dict of a model, as its ``load_state_dict`` takes it: of the one
+    with that name, or of the only one (True). ``progress`` is called with the number of bytes of
+    each chunk read.
+    Raises the same errors as :func:`checkpoints.load`, :class:`ArgumentError` if the target exists
+    or there is no such model, :class:`NotWritable` if its folder does not exist,
+    :class:`DiskFull` if it has no space, and :class:`WriteFailed` if the state cannot be written in
+    that format.
     """
     write = _of(_WRITERS, form)
     final = Path(target)
     if os.path.lexists(final):
         raise ArgumentError(f"{final} exists", hint="Remove it, or choose another target.")
     state = load(root, name, progress=progress).state
+    if model:
+        state = _state_dict_of(state, None if model is True else model, name)
+        if form == "safetensors":
+            _untie(state)
     if not final.parent.is_dir():
         raise NotWritable(
             f"there is no folder {final.parent}", hint="Create it, or choose another target."
@@ -178,6 +186,39 @@ def export_to(
         finally:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 shutil.rmtree(private) if private.is_dir() else private.unlink()
+
+
+def _state_dict_of(state: Any, model: str | None, name: str) -> dict[str, Any]:
+    """The state dict of one model of a checkpoint, with the keys of the model before compilation.
+
+    A job saves ``{"model": {name: state dict}, …}``; other programs usually ``{"model": state
+    dict}``.
+    """
+    models = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(models, dict) or not models:
+        raise ArgumentError(
+            f"{name} has no entry 'model'", hint="Export the complete state, without a model."
+        )
+    if any(isinstance(value, torch.Tensor) for value in models.values()):
+        models = {"model": models}
+    chosen = next(iter(models)) if model is None and len(models) == 1 else model
+    if chosen not in models:
+        raise ArgumentError(
+            f"{name} has several models"
+            if model is None
+            else f"{name} has no model named {model!r}",
+            hint=f"Choose one of: {', '.join(map(str, models))}.",
+        )
+    return {str(key).replace("_orig_mod.", ""): value for key, value in models[chosen].items()}
+
+
+def _untie(state: dict[str, Any]) -> None:
+    """Copy tied tensors, so that a file has each of them under its own name."""
+    seen: set[int] = set()
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[key] = value.clone() if id(value) in seen else value
+            seen.add(id(value))
 
 
 def import_from(source: str | os.PathLike[str], form: Format, *, trust: bool = False) -> Any:

@@ -82,9 +82,17 @@ def parser() -> argparse.ArgumentParser:
     sure.add_argument("--yes", action="store_true", help="remove them")
     sure.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     export = add("export", _export, "convert a checkpoint to another format")
-    export.add_argument("name", help="checkpoint name")
+    export.add_argument("name", help="checkpoint name, or latest")
     export.add_argument("target", help="file or folder to write")
     export.add_argument("--to", choices=FORMATS, required=True, help="format to write")
+    export.add_argument(
+        "--model",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="NAME",
+        help="only the state dict of this model, or of the only one",
+    )
     bring = add("import", _import, "create a checkpoint from a file of another format")
     bring.add_argument("source", help="file or folder to read")
     bring.add_argument(
@@ -209,9 +217,12 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    info = info_of(read_manifest(storage_for(args.folder), args.name))
+    name = _newest(args.folder) if args.name == "latest" else args.name
+    info = info_of(read_manifest(storage_for(args.folder), name))
     with _progress("exporting", info.size_bytes) as advance:
-        checkpoints.export_to(args.folder, args.name, args.target, args.to, progress=advance)
+        checkpoints.export_to(
+            args.folder, name, args.target, args.to, model=args.model, progress=advance
+        )
     return _say(args, {"target": args.target}, f"wrote {args.target}")
 
 

@@ -58,6 +58,7 @@ COMMANDS = {
         "elastic.cli.check", "run a script with deaths at random lines and compare the results"
     ),
     "demo": Command("elastic.cli.demo", "train on three local nodes, kill one, add one"),
+    "tutorial": Command("elastic.cli.tutorial", "write the scripts of the tutorial"),
     "completion": Command("elastic.cli.completion", "print a completion script for bash or zsh"),
 }
 

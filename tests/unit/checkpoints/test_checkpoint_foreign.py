@@ -75,6 +75,51 @@ def test_the_safetensors_library_reads_an_export(root: Path) -> None:
     assert same(tensors["model/weight"], small_state(3)["model"]["weight"])
 
 
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("name", ["generator", True])
+def test_a_model_is_exported_as_its_state_dict(
+    root: Path, form: Format, is_compiled: bool, name: str | bool
+) -> None:
+    """Of a job, and with one model of a program of its own; also of a compiled model."""
+    model = Tied()
+    saved = torch.compile(model) if is_compiled else model
+    assert isinstance(saved, torch.nn.Module)
+    models = {"generator": saved.state_dict()}
+    state = {"model": models if name is True else {**models, "critic": small_state(3)["model"]}}
+    target = root.parent / "exported"
+    checkpoints.export_to(root, save_all(root, state, step=3), target, form, model=name)
+    read = load_file(target) if form == "safetensors" else torch.load(target, weights_only=True)
+    other = Tied()
+    other.load_state_dict(read)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_the_model_to_export_must_exist(root: Path) -> None:
+    target = root.parent / "exported"
+    several = {"model": {"net": {"w": torch.ones(1)}, "critic": {"w": torch.ones(1)}}}
+    name = save_all(root, several, step=1)
+    for model, reason in ((True, "has several models"), ("nte", "has no model named 'nte'")):
+        with pytest.raises(checkpoints.ArgumentError, match=reason) as raised:
+            checkpoints.export_to(root, name, target, "torch", model=model)
+        assert "net, critic" in str(raised.value)
+    name = save_all(root, {"model": {"w": torch.ones(1)}}, step=2)
+    checkpoints.export_to(root, name, target, "torch", model=True)
+    assert same(torch.load(target), {"w": torch.ones(1)})
+    name = save_all(root, {"w": torch.ones(1)}, step=3)
+    with pytest.raises(checkpoints.ArgumentError, match="has no entry 'model'"):
+        checkpoints.export_to(root, name, target.with_name("other"), "torch", model=True)
+
+
 def test_a_pickle_that_runs_code_is_rejected(root: Path, tmp_path: Path) -> None:
     import pickle
 

@@ -38,6 +38,7 @@ from elastic.cli.demo import (
     sentence,
     summarize,
 )
+from elastic.cli.main import main
 from elastic.testing.ledger import LedgerEnd, LedgerStep, RunLedger, Start
 
 SAMPLES, BATCH, EPOCHS = 240, 6, 3  # 40 steps an epoch
@@ -339,6 +340,22 @@ def test_the_demo_script_is_a_copy_of_the_example() -> None:
     """A wheel has no examples: the demo's script is a copy."""
     example = Path(__file__).parents[3] / "examples" / "digits.py"
     assert SCRIPT.read_text() == example.read_text(), f"cp {example} {SCRIPT}"
+
+
+def test_the_tutorial_writes_copies_of_the_example(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = Path(__file__).parents[3] / "examples" / "migrate" / "ddp_tutorial"
+    for _ in range(2):  # safe to repeat
+        assert main(["tutorial", str(tmp_path / "own")]) == 0
+        for name in ("before.py", "after.py"):
+            assert (tmp_path / "own" / name).read_text() == (example / name).read_text()
+    assert f"cd {tmp_path / 'own'}" in capsys.readouterr().out
+    (tmp_path / "own" / "after.py").write_text("mine")
+    (tmp_path / "own" / "before.py").unlink()
+    assert main(["tutorial", str(tmp_path / "own")]) == 2
+    assert "after.py exists" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["after.py"]
 
 
 # The report.

@@ -1,0 +1,52 @@
+"""``elastic tutorial``: the tutorial's scripts, to work on."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic.cli.arguments import CommandParser
+from elastic.errors import ConfigError
+
+# Copies of examples/migrate/ddp_tutorial, which a wheel does not have.
+SCRIPTS = Path(__file__).parent / "scripts" / "tutorial"
+
+NEXT = """\
+# the ordinary script
+torchrun --standalone --nproc-per-node=2 before.py 4 2
+# on three nodes
+elastic run --nodes-local 3 --embedded-etcd --nnodes 2:3 after.py 250 100
+# meanwhile, in another terminal
+kill -9 $(pgrep -of 'python3? -u after.py')"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic tutorial ARGV``; returns the exit code."""
+    folder = Path(parser().parse_args(list(argv)).folder)
+    scripts = sorted(SCRIPTS.glob("*.py"))
+    for script in scripts:
+        target = folder / script.name
+        if target.exists() and target.read_bytes() != script.read_bytes():
+            raise ConfigError(f"{target} exists", hint="choose another folder, or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for script in scripts:
+            shutil.copyfile(script, folder / script.name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written to: {error.strerror}") from error
+    names = " and ".join(script.name for script in scripts)
+    print(f"wrote {names}. Try, in this order:\n\ncd {folder}\n{NEXT}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``elastic tutorial``."""
+    own = CommandParser(
+        prog="elastic tutorial",
+        description="Write the tutorial's scripts: an ordinary DDP script (before.py) and the same "
+        "script ported (after.py).",
+    )
+    own.add_argument("folder", help="where to write them; created if it does not exist")
+    return own
