@@ -66,18 +66,25 @@ def add_job_arguments(
 ) -> None:
     """``--rdzv-endpoint``, ``--rdzv-id`` and ``--rdzv-conf``."""
     parser.add_argument(
-        "--rdzv-endpoint",
-        "--endpoint",
-        default=environ.get("PET_RDZV_ENDPOINT"),
-        metavar="HOST:PORT",
-        help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT)",
-    )
-    parser.add_argument(
         "--rdzv-id",
         "--run-id",
         default=environ.get("PET_RDZV_ID"),
         metavar="NAME",
         help="the job's run id (default: PET_RDZV_ID)",
+    )
+    add_etcd_arguments(parser, environ)
+
+
+def add_etcd_arguments(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ
+) -> None:
+    """``--rdzv-endpoint`` and ``--rdzv-conf``, for a command about all jobs."""
+    parser.add_argument(
+        "--rdzv-endpoint",
+        "--endpoint",
+        default=environ.get("PET_RDZV_ENDPOINT"),
+        metavar="HOST:PORT",
+        help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT)",
     )
     add_options_argument(parser, environ)
 
@@ -108,12 +115,12 @@ def endpoint_of(args: argparse.Namespace) -> str:
 
 def run_id_of(args: argparse.Namespace) -> str:
     """The job's run id. Raises ConfigError if none is given."""
-    return _required(args.rdzv_id, "--rdzv-id", "PET_RDZV_ID")
+    return _required(args.rdzv_id, "--rdzv-id", "PET_RDZV_ID", "; `elastic list` shows them")
 
 
-def _required(value: str | None, flag: str, variable: str) -> str:
+def _required(value: str | None, flag: str, variable: str, more: str = "") -> str:
     if not value:
-        raise ConfigError(f"neither {flag} nor {variable} is given", hint=f"pass {flag}")
+        raise ConfigError(f"neither {flag} nor {variable} is given", hint=f"pass {flag}{more}")
     return value
 
 

@@ -35,6 +35,7 @@ COMMANDS = {
         "elastic.cli.run",
         "start or join a training job, with torchrun's flags",
     ),
+    "list": Command("elastic.cli.jobs", "list the jobs in an etcd"),
     "status": Command("elastic.cli.status", "show a job's status: state, step and nodes"),
     "describe": Command("elastic.cli.describe", "show a node, an incident, or the last checkpoint"),
     "wait": Command("elastic.cli.wait", "wait until a job is done or reaches a step"),

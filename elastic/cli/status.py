@@ -9,9 +9,19 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic.cli.arguments import CommandParser, add_job_arguments
-from elastic.cli.view import JobCondition, JobView, incident, job_store, keys_of, read_job, sentence
-from elastic.errors import SYSTEM_CLOCK, StoreUnreachable
+from elastic.cli.arguments import CommandParser, add_job_arguments, nearest, options_of
+from elastic.cli.jobs import read_jobs
+from elastic.cli.view import (
+    JobCondition,
+    JobView,
+    Reader,
+    incident,
+    job_store,
+    keys_of,
+    read_job,
+    sentence,
+)
+from elastic.errors import SYSTEM_CLOCK, StoreRefused, StoreUnreachable
 from elastic.membership.records import BreakageRecord, Keys, Node
 from elastic.telemetry.log import duration, printable, shorten
 
@@ -187,6 +197,7 @@ def _rounded(value: float | None) -> float | None:
 # ``elastic status``: a job's status in one sentence and a table, from etcd alone.
 
 ABSENT = 1  # exit code: no such job
+_LISTED = 10  # jobs, if the one that was asked for does not exist
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -209,6 +220,8 @@ def _from_store(args: argparse.Namespace, keys: Keys) -> int:
     with job_store(args) as store:
         view = read_job(store, keys, SYSTEM_CLOCK.wall())
         _show(view, args)
+        if view.state is JobCondition.ABSENT:
+            _say_which_exist(store, args, view)
         while args.watch:
             SYSTEM_CLOCK.sleep(STATUS_WATCH_S)
             try:
@@ -218,6 +231,18 @@ def _from_store(args: argparse.Namespace, keys: Keys) -> int:
                 continue
             _show(view, args)
     return ABSENT if view.state is JobCondition.ABSENT else 0
+
+
+def _say_which_exist(store: Reader, args: argparse.Namespace, view: JobView) -> None:
+    """Name the jobs that exist: the run id may be misspelled."""
+    try:
+        names = [job.run_id for job in read_jobs(store, options_of(args).prefix, view.at_s)]
+    except StoreRefused:  # this user may only read its own job
+        return
+    if names:
+        shown = ", ".join(printable(name) for name in names[:_LISTED])
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        print(f"elastic: this etcd has {shown}{more}{nearest(view.run_id, names)}", file=sys.stderr)
 
 
 def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from elastic.cli.arguments import endpoint_of, options_of, run_id_of
 from elastic.errors import ConfigError, RecordError, StoreRefused
@@ -28,7 +28,7 @@ from elastic.membership.records import (
     decode,
 )
 from elastic.store.client import etcd_config
-from elastic.store.keyvalue import Entry, KeyValue
+from elastic.store.keyvalue import Entry, KeyValue, Snapshot
 from elastic.telemetry.log import duration, printable
 from elastic.tuning.intervals import (
     PROGRESS_S,
@@ -385,7 +385,14 @@ class JobView:
         return behind, behind * rate_s if rate_s > 0 else None
 
 
-def read_job(store: KeyValue, keys: Keys, now_s: float) -> JobView:
+class Reader(Protocol):
+    """The subset of :class:`~elastic.store.keyvalue.KeyValue` that reads, or one snapshot of it."""
+
+    def get(self, key: str) -> Entry | None: ...
+    def list(self, prefix: str) -> Snapshot: ...
+
+
+def read_job(store: Reader, keys: Keys, now_s: float) -> JobView:
     """Read a job. A record that is unreadable, or not permitted, becomes a note.
 
     Raises CoordinationError if nothing can be read.
@@ -433,7 +440,7 @@ def _world(entry: Entry | None, notes: list[str]) -> WorldRecord | None:
         return None
 
 
-def _nodes(store: KeyValue, keys: Keys, notes: list[str]) -> tuple[Node, ...]:
+def _nodes(store: Reader, keys: Keys, notes: list[str]) -> tuple[Node, ...]:
     nodes: list[Node] = []
     for entry in store.list(keys.nodes).entries:
         try:

@@ -31,7 +31,7 @@ from elastic.cli.view import (
     sentence,
 )
 from elastic.cli.wait import WaitCondition, wait
-from elastic.errors import StoreUnreachable
+from elastic.errors import SYSTEM_CLOCK, StoreUnreachable
 from elastic.membership.progress import (
     JobProgress,
     RecordedHeartbeat,
@@ -146,11 +146,11 @@ def cli(job: Job, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     def opened(args: object) -> Iterator[MemoryStore]:
         yield job.store
 
-    for module in ("status", "describe", "wait"):
+    for module in ("status", "describe", "wait", "jobs"):
         monkeypatch.setattr(f"elastic.cli.{module}.job_store", opened)
     monkeypatch.setattr(connection, "job_store", opened)
     where = ("--rdzv-endpoint=localhost:2379", "--rdzv-id=llama-7")
-    return lambda *argv: main([argv[0], *where, *argv[1:]])
+    return lambda *argv: main([argv[0], *where[: 1 if argv[0] == "list" else 2], *argv[1:]])
 
 
 def heard_of(*nodes: tuple[str, int, bool | None]) -> tuple[RecordedHeartbeat, ...]:
@@ -501,6 +501,40 @@ def test_a_missing_job_exits_with_1(
 ) -> None:
     assert cli("status") == 1
     assert "no such job" in capsys.readouterr().out
+
+
+def test_a_misspelled_run_id_lists_the_jobs_that_exist(
+    training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("status", "--rdzv-id=lama-7") == 1
+    assert "this etcd has llama-7, did you mean 'llama-7'?" in capsys.readouterr().err
+
+
+def test_the_jobs_of_an_etcd_are_listed(
+    training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that has ended, and none of other programs or below another prefix."""
+    ended = Keys.of("/elastic", "a-1")
+    done = Done(
+        outcome=Outcome.SUCCESS,
+        reason="finished",
+        exit_code=0,
+        generation=3,
+        final_step=99,
+        time_s=SYSTEM_CLOCK.wall() - 3600,
+    )
+    training.store.put(ended.done, encode(done))
+    training.store.put("/elastic/other", b"?")
+    training.store.put(Keys.of("/elastic/team", "b-2").done, encode(done))
+    assert cli("list") == 0
+    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["RUN", "ID", "STATE", "NODES", "STEP", "GENERATION", "AGE"]
+    assert [row[:3] for row in rows] == [["a-1", "succeeded", "0"], ["llama-7", "training", "3/4"]]
+    assert rows[0][3] == "99" and rows[1][3:5] == ["52", "7"]
+    assert cli("list", "-o", "json") == 0
+    listed = json.loads(capsys.readouterr().out)["jobs"]
+    assert [job["run_id"] for job in listed] == ["a-1", "llama-7"]
+    assert 3600 <= listed[0]["age_s"] < 4000
 
 
 def test_a_node_is_described(
