@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from kit import shared_gpu
 
@@ -82,6 +83,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _share_the_kit()
+    # OpenMP threads wait for each other in busy loops: on cores that other tests use, too, that
+    # doubles the processor time of small models.
+    torch.set_num_threads(1)
     _hide_gpus(config)
     if not hasattr(config, "workerinput"):  # not in a process of xdist, which inherits it
         _use_own_temporary_folder(config)
