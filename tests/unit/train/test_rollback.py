@@ -26,7 +26,6 @@ from elastic.train.rollback import FIRST_STEPS, CopyCosts, Rollback, StepCopies
 from elastic.train.state import UNKNOWN_COMMITS, JobState
 from elastic.train.step import Step
 
-
 COPY_EVERY = 8  # instead of 64 steps
 
 
