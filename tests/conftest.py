@@ -13,7 +13,6 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from kit import shared_gpu
 
@@ -83,9 +82,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _share_the_kit()
-    # OpenMP threads wait for each other in busy loops: on cores that other tests use, too, that
-    # doubles the processor time of small models.
-    torch.set_num_threads(1)
     _hide_gpus(config)
     if not hasattr(config, "workerinput"):  # not in a process of xdist, which inherits it
         _use_own_temporary_folder(config)
@@ -194,6 +190,14 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: str(item.path), reverse=True)
     items.sort(key=lambda item: (*FIRST, item.path.parent.name).index(item.path.parent.name))
     items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch_computes_on_one_thread() -> None:
+    """OpenMP threads wait for each other in busy loops: on cores that other tests use, too, that
+    doubles the processor time of small models."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="module")
