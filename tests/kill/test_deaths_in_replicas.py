@@ -131,8 +131,8 @@ OVER_NODES_IN_SHORT = [
 ]
 
 
-def of(layout: Layout, faults: Sequence[Fault]) -> Callable[[Any], Any]:
-    """Each fault, in one job of that layout."""
+def of(layout: Layout, faults: Sequence[object]) -> Callable[[Any], Any]:
+    """Each fault, or parameter with a fault, in one job of that layout."""
     layouts = pytest.mark.parametrize("layout", [layout], indirect=True, scope="module", ids=str)
     each = pytest.mark.parametrize("fault", faults, ids=str)
     return lambda test: layouts(each(test))
