@@ -193,6 +193,14 @@ def pytest_collection_modifyitems(
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _torch_computes_on_one_thread() -> None:
+    """OpenMP threads wait for each other in busy loops: on cores that other tests use, too, that
+    doubles the processor time of small models."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _imports_are_no_garbage() -> Iterator[None]:
     """Exclude objects that were imported before a file's tests from garbage collection.
 

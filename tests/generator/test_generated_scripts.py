@@ -60,6 +60,7 @@ def test_a_death_at_any_line_of_more_scripts(runner: Runner, seed: int) -> None:
     check(runner, seed)
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_found_and_shrunk_to_its_part(runner: Runner) -> None:
     untracked = Part(
         kind="state",

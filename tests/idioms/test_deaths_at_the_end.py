@@ -140,7 +140,10 @@ def ends(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> EndRuns:
     return EndRuns(runs.world, script)
 
 
-@pytest.mark.parametrize("is_replaced", [False, True], ids=["alone", "replaced"])
+@pytest.mark.parametrize(
+    "is_replaced",
+    [pytest.param(False, id="alone"), pytest.param(True, id="replaced", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("way", "place"),
     [

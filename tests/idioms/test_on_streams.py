@@ -39,6 +39,8 @@ IN_SHORT = {
     "two_optimizers",
     "unused_parameters",
 }
+# The others of these only in `make test-all`.
+IN_MAKE_TEST = {"accumulate", "all_reduce_loss", "buffers_in_forward", "evaluate_each_epoch", "gan"}
 RUN = "\nrun.retry(train)\nresult = dict(model.state_dict())\n"
 
 
@@ -56,7 +58,14 @@ def name_of(idiom: Idiom) -> str:
     return idiom.name
 
 
-@pytest.mark.parametrize("idiom", chosen(in_short=True), ids=name_of)
+@pytest.mark.parametrize(
+    "idiom",
+    [
+        pytest.param(i, marks=[] if i.name in IN_MAKE_TEST else [pytest.mark.slow])
+        for i in chosen(in_short=True)
+    ],
+    ids=name_of,
+)
 def test_a_death_does_not_change_the_result(
     runs: IdiomRuns, streams: IdiomRuns, idiom: Idiom
 ) -> None:

@@ -303,7 +303,14 @@ def test_stages_train_like_the_whole_model(
         pytest.param(
             "schedule", 3, 0.55, True, id="in a schedule of torch", marks=pytest.mark.slow
         ),
-        pytest.param("fsdp schedule", 5, 0.8, False, id="in a schedule of sharded stages"),
+        pytest.param(
+            "fsdp schedule",
+            5,
+            0.8,
+            False,
+            id="in a schedule of sharded stages",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_death_does_not_change_the_result(

@@ -90,7 +90,9 @@ def assert_loaded(results: list[Result]) -> None:
         assert result["in_place"] and result["step"] == 7
 
 
-@pytest.mark.parametrize("turn", [0, 1, 2])
+@pytest.mark.parametrize(
+    "turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))]
+)
 def test_any_sharding_loads_into_any_other_sharding(run: Run, root: Path, turn: int) -> None:
     """Two ranks save; three ranks, a 2×2 mesh and one rank load, each with other placements."""
     run("save", 2, root, mesh=None, turn=turn)
@@ -127,7 +129,9 @@ def test_training_continues_in_its_group_while_a_disk_hangs(run: Run, root: Path
         assert result["status"] == "committed"
 
 
-@pytest.mark.parametrize("mesh", [None, [2, 2]], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(None, id="fsdp"), pytest.param([2, 2], id="hsdp", marks=pytest.mark.slow)]
+)
 def test_an_fsdp_model_and_its_optimizer_resume_at_another_world_size(
     run: Run, root: Path, mesh: list[int] | None
 ) -> None:
@@ -162,7 +166,10 @@ def of_all_kinds(
     return folder, run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "tp_fsdp" else pytest.mark.slow) for kind in KINDS],
+)
 def test_checkpoints_of_all_parallelisms_load_into(
     of_all_kinds: tuple[Path, Run], kind: str
 ) -> None:
@@ -200,10 +207,20 @@ def replicated(root: Path) -> Path:
 
 
 WAYS = pytest.mark.parametrize("way", ["exchange", "kernel", "memory"])
+ONE_WAY = pytest.mark.parametrize(
+    "way",
+    ["exchange", *(pytest.param(way, marks=pytest.mark.slow) for way in ("kernel", "memory"))],
+)
 
 
 @pytest.mark.parametrize(
-    ("alone", "packed"), [(1 << 20, 16 << 20), (1 << 20, 1), (100, 200), (1, 1)]
+    ("alone", "packed"),
+    [
+        (1 << 20, 16 << 20),
+        pytest.param(1 << 20, 1, marks=pytest.mark.slow),
+        (100, 200),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_each_rank_reads_only_its_share_and_receives_the_rest(
     run: Run, replicated: Path, alone: int, packed: int
@@ -236,7 +253,7 @@ def test_page_cache_identity_detects_shared_files(tmp_path: Path) -> None:
     assert page_cache_identity(FaultyStorage(LocalStorage(tmp_path)), "one") is None
 
 
-@WAYS
+@ONE_WAY
 @pytest.mark.parametrize(
     ("trouble", "error", "text"),
     [

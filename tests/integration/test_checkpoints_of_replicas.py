@@ -99,13 +99,13 @@ def assert_same(found: WorkerResult, expected: WorkerResult, *, resumed: int) ->
 @pytest.mark.parametrize(
     ("kind", "size", "per_node"),
     [
-        pytest.param("fsdp", 2, 2, id="one replica of two"),
+        pytest.param("fsdp", 2, 2, id="one replica of two", marks=pytest.mark.slow),
         pytest.param("fsdp", 6, 2, id="three replicas of two"),
-        pytest.param("one", 1, 1, id="one rank"),
-        pytest.param("tp", 2, 2, id="tensor parallel"),
-        pytest.param("both", 4, 4, id="FSDP over tensor parallelism"),
+        pytest.param("one", 1, 1, id="one rank", marks=pytest.mark.slow),
+        pytest.param("tp", 2, 2, id="tensor parallel", marks=pytest.mark.slow),
+        pytest.param("both", 4, 4, id="FSDP over tensor parallelism", marks=pytest.mark.slow),
         pytest.param("ddp", 2, 1, id="DDP"),
-        pytest.param("build", 3, 1, id="built over three"),
+        pytest.param("build", 3, 1, id="built over three", marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_of_two_replicas_resumes_in_another_layout_and_back(
@@ -169,10 +169,10 @@ def test_replicas_save_into_memory_once(in_memory: SavedInMemory) -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "per_node"),
     [
-        pytest.param("fsdp", 2, 2, id="one replica of two"),
+        pytest.param("fsdp", 2, 2, id="one replica of two", marks=pytest.mark.slow),
         pytest.param("fsdp", 6, 2, id="three replicas of two"),
-        pytest.param("tp", 2, 2, id="tensor parallel"),
-        pytest.param("ddp", 2, 1, id="DDP"),
+        pytest.param("tp", 2, 2, id="tensor parallel", marks=pytest.mark.slow),
+        pytest.param("ddp", 2, 1, id="DDP", marks=pytest.mark.slow),
     ],
 )
 def test_memory_of_two_replicas_resumes_in_another_layout(

@@ -212,7 +212,7 @@ def test_an_exhausted_failure_budget_exits_with_70(folder: Path) -> None:
     assert timeline.index("ended the job with exit code 70") < timeline.index("What to do next")
 
 
-@pytest.mark.parametrize("nodes", [[], ["--nodes-local=2"]])
+@pytest.mark.parametrize("nodes", [pytest.param([], marks=pytest.mark.slow), ["--nodes-local=2"]])
 def test_an_unreachable_etcd_exits_with_69_and_is_named(folder: Path, nodes: list[str]) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound but not listening: refuses, and stays reserved

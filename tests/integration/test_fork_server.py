@@ -73,6 +73,7 @@ def start(server: ForkServer | None, folder: Path, *arguments: str, **env: str) 
         return ForkedPopen(server.client, command, **options)
 
 
+@pytest.mark.slow
 def test_only_processes_of_a_slow_node_start_late(server: ForkServer, tmp_path: Path) -> None:
     delay_s, began_s = 0.3, {}
     for node in ("slow", "other"):
@@ -252,7 +253,13 @@ def workers_of(token: str) -> list[Process]:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("launcher", [TORCHRUN, ELASTIC_RUN], ids=["torchrun", "elastic run"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(ELASTIC_RUN, id="elastic run"),
+    ],
+)
 def test_workers_are_marked_children_of_their_agent(
     server: ForkServer, tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:

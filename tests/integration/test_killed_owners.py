@@ -91,7 +91,11 @@ def is_agent(process: Process) -> bool:
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("owner", "how"),
-    [(OURS, signal.SIGTERM), (OURS, signal.SIGINT), (STOCK, signal.SIGKILL)],
+    [
+        (OURS, signal.SIGTERM),
+        pytest.param(OURS, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(STOCK, signal.SIGKILL, marks=pytest.mark.slow),
+    ],
     indirect=["owner"],
 )
 def test_no_process_outlives_a_benchmark(owner: Owner, how: signal.Signals) -> None:

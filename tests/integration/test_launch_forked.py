@@ -102,7 +102,9 @@ def test_only_the_workers_end_with_a_killed_program(
     assert is_alive(bystander)
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "told", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_launch_but_not_the_program(
     launch: Callable[..., Program],
     told: signal.Signals,

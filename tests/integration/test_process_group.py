@@ -119,7 +119,7 @@ def test_an_abort_ends_the_collectives_of_a_script(tmp_path: Path, ports: tuple[
         assert is_within(result["longest_s"], 5.0)
 
 
-@pytest.mark.parametrize("unused", [0, 1])
+@pytest.mark.parametrize("unused", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_abort_ends_a_backward_pass(unused: int, tmp_path: Path, ports: tuple[int, ...]) -> None:
     for result in run("own_backward", 3, tmp_path, ports, CYCLES=30, UNUSED=unused):
         print(result)

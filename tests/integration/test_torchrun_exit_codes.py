@@ -108,7 +108,7 @@ def test_a_missing_run_id_exits_with_2_unless_the_job_has_one_node(
         assert "trained" in output
 
 
-@pytest.mark.parametrize(("worker", "job"), [(1, 1), (65, 1)])
+@pytest.mark.parametrize(("worker", "job"), [pytest.param(1, 1, marks=pytest.mark.slow), (65, 1)])
 def test_a_script_that_always_fails_ends_the_job(
     tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str, worker: int, job: int
 ) -> None:
@@ -133,7 +133,11 @@ raise SystemExit(int(os.environ["CODE"]))
 
 
 @pytest.mark.parametrize(
-    ("worker", "job", "said"), [(3, 1, "(exit code 3)"), (0, 0, "the workers of this node succe")]
+    ("worker", "job", "said"),
+    [
+        pytest.param(3, 1, "(exit code 3)", marks=pytest.mark.slow),
+        (0, 0, "the workers of this node succe"),
+    ],
 )
 def test_a_full_etcd_does_not_replace_the_scripts_own_result(
     tmp_path: Path, own_etcd: EmbeddedEtcd, run_id: str, worker: int, job: int, said: str
@@ -146,7 +150,7 @@ def test_a_full_etcd_does_not_replace_the_scripts_own_result(
     assert "is unreachable" not in output
 
 
-@pytest.mark.parametrize("code", [65, 70])
+@pytest.mark.parametrize("code", [65, pytest.param(70, marks=pytest.mark.slow)])
 def test_a_node_joining_a_failed_job_exits_with_its_code(
     tmp_path: Path,
     shared_etcd: EmbeddedEtcd,

@@ -81,7 +81,9 @@ def by_hand(ledger: RunLedger) -> torch.Tensor:
     return torch.tensor(script.weights_of(model), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("size", "micro_batch"), [(1, 2), (3, None), (3, 2)])
+@pytest.mark.parametrize(
+    ("size", "micro_batch"), [(1, 2), pytest.param(3, None, marks=pytest.mark.slow), (3, 2)]
+)
 def test_uneven_shares_train_like_a_single_process(
     tmp_path: Path, size: int, micro_batch: int | None
 ) -> None:
@@ -106,7 +108,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     return outcome.weights
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_a_killed_job_resumes_at_another_world_size_without_loss(
     tmp_path: Path, undisturbed: torch.Tensor, before: int, after: int
 ) -> None:

@@ -121,7 +121,9 @@ def test_a_time_based_save_policy_saves_the_same_steps_on_all_ranks(job: Trainin
     assert all(info.world_size == 3 for info in saved(job) if info.step > done)
 
 
-@pytest.mark.parametrize("order", ["disk-full", "disk-readonly"])
+@pytest.mark.parametrize(
+    "order", ["disk-full", pytest.param("disk-readonly", marks=pytest.mark.slow)]
+)
 def test_a_failing_disk_is_logged_and_older_checkpoints_are_kept(
     job: TrainingJob, order: str
 ) -> None:

@@ -66,6 +66,19 @@ def jobs(
     )
 
 
+# In restart mode these are proved by the other tests, too.
+RESTARTED_IN_ALL = pytest.mark.parametrize(
+    "jobs",
+    [
+        "in-process",
+        pytest.param("restart", marks=pytest.mark.slow),
+        pytest.param("in-process, cold", marks=pytest.mark.soak),
+        pytest.param("restart, cold", marks=pytest.mark.soak),
+    ],
+    indirect=True,
+)
+
+
 def members(job: TrainingJob) -> tuple[Member, ...]:
     """The world's nodes in rank order."""
     world = job.world()
@@ -85,6 +98,7 @@ def bystander(job: TrainingJob) -> LocalNode:
     return next(node for node in job.running if node.name not in special)
 
 
+@RESTARTED_IN_ALL
 def test_a_job_starts_immediately_with_max_nodes(jobs: JobSeries[TrainingJob]) -> None:
     job = jobs.fresh()
     nodes = job.bring_to(3)
@@ -104,6 +118,7 @@ def test_a_killed_worker_is_replaced_on_its_node(job: TrainingJob, nodes: list[L
     assert victim.workers()
 
 
+@RESTARTED_IN_ALL
 def test_workers_end_with_a_killed_agent(job: TrainingJob, nodes: list[LocalNode]) -> None:
     generation = job.generation()
     victim = bystander(job)
@@ -114,6 +129,7 @@ def test_workers_end_with_a_killed_agent(job: TrainingJob, nodes: list[LocalNode
     job.wait_for(lambda: not victim.processes(), PATIENCE_S, "the end of everything of the node")
 
 
+@RESTARTED_IN_ALL
 def test_a_dead_etcd_member_does_not_prevent_recovery_from_a_killed_node(
     job: TrainingJob, nodes: list[LocalNode], etcd_of_three: EmbeddedCluster
 ) -> None:
@@ -131,6 +147,7 @@ def test_a_dead_etcd_member_does_not_prevent_recovery_from_a_killed_node(
     job.wait_event("world-formed", partial(is_without, victim, Cause.LOST), since_s=began_s)
 
 
+@RESTARTED_IN_ALL
 def test_a_new_node_joins_the_world(job: TrainingJob) -> None:
     job.bring_to(2)
     generation = job.generation()

@@ -117,7 +117,11 @@ OF_THE_LAST_ONE = of_two_replicas(0, 3, "all-gather", "reduce-scattered", "optim
 OF_TWO_AT_ONCE = of_two_replicas(2, 5, "all-gather", "reduce-scattered", "all-reduced", "optimizer")
 # One per kind of recovery; the soak covers every point.
 ON_A_NODE_IN_SHORT = [
-    *in_a_step("all-gather", "reduce-scattered", "optimizer", "committing"),
+    *in_a_step("all-gather", "reduce-scattered"),
+    *(
+        pytest.param(fault, marks=pytest.mark.slow)
+        for fault in in_a_step("optimizer", "committing")
+    ),
     *of_a_replacement("received"),
 ]
 OVER_NODES_IN_SHORT = [
@@ -127,8 +131,8 @@ OVER_NODES_IN_SHORT = [
 ]
 
 
-def of(layout: Layout, faults: Sequence[Fault]) -> Callable[[Any], Any]:
-    """Each fault, in one job of that layout."""
+def of(layout: Layout, faults: Sequence[object]) -> Callable[[Any], Any]:
+    """Each fault, or parameter with a fault, in one job of that layout."""
     layouts = pytest.mark.parametrize("layout", [layout], indirect=True, scope="module", ids=str)
     each = pytest.mark.parametrize("fault", faults, ids=str)
     return lambda test: layouts(each(test))

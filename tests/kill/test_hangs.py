@@ -146,7 +146,7 @@ def test_a_stopped_worker_is_replaced_within_seconds(job: TrainingJob, index: in
 
 @pytest.mark.parametrize(
     "kind",
-    ["loop", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sleep", "locked"))],
+    ["sleep", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("loop", "locked"))],
 )
 def test_a_rank_absent_from_the_collective_is_the_culprit(job: TrainingJob, kind: str) -> None:
     verdict, pause_s, pid = make_hang(job, kind)

@@ -64,10 +64,15 @@ def hold(job: TrainingJob) -> None:
 @pytest.mark.parametrize(
     ("wiring", "conf", "notice"),
     [
-        ("none", {}, "training begins without run.retry()"),
-        ("retry", {"mode": "restart"}, "mode=restart: when the world changes"),
+        pytest.param("none", {}, "training begins without run.retry()", id="without retry"),
+        pytest.param(
+            "retry",
+            {"mode": "restart"},
+            "mode=restart: when the world changes",
+            id="mode=restart",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["without retry", "mode=restart"],
 )
 def test_the_death_of_one_worker_of_three_loses_no_step(
     etcd: EmbeddedEtcd, tmp_path: Path, wiring: str, conf: dict[str, object], notice: str

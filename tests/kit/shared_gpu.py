@@ -12,8 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-import torch
-
 SWITCH = "SHARED_GPU"  # "1": the scripts of the kill tests call share_if_told()
 
 
@@ -36,5 +34,7 @@ def share_if_told() -> None:
 
 def train_there() -> None:
     """:func:`share`, and create tensors there unless a script says otherwise."""
+    import torch  # not in the process of pytest that only distributes tests: it takes seconds
+
     share()
     torch.set_default_device("cuda")

@@ -166,33 +166,32 @@ def lost_message(rng: random.Random, size: int, victim: int, base: RankFacts) ->
     return World(size, (), HangAction.ABORT_AND_REFORM, HangKind.LOST_MESSAGE, at, limit_s)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_right_culprit_is_found_in_time_and_no_other_rank(seed: int) -> None:
-    world = draw(seed)
-    for part in (0.0, 0.1, 0.5, 0.9, 0.99):
-        early = judge(world.at(part * world.limit_s), world.size, POLICY)
-        assert early.action is HangAction.WAIT, early
-    verdict = judge(world.at(1.01 * world.limit_s), world.size, POLICY)
-    assert (verdict.action, verdict.kind, verdict.culprits) == (
-        world.action,
-        world.kind,
-        world.culprits,
-    )
-    assert any(what in verdict.reason for what in ("all_reduce", "barrier", "next world"))
+def test_the_right_culprit_is_found_in_time_and_no_other_rank() -> None:
+    for seed in SEEDS:
+        world = draw(seed)
+        for part in (0.0, 0.1, 0.5, 0.9, 0.99):
+            early = judge(world.at(part * world.limit_s), world.size, POLICY)
+            assert early.action is HangAction.WAIT, (seed, early)
+        verdict = judge(world.at(1.01 * world.limit_s), world.size, POLICY)
+        assert (verdict.action, verdict.kind, verdict.culprits) == (
+            world.action,
+            world.kind,
+            world.culprits,
+        ), seed
+        named = any(what in verdict.reason for what in ("all_reduce", "barrier", "next world"))
+        assert named, (seed, verdict.reason)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_no_rank_is_killed_while_unknown_ranks_may_be_running(seed: int) -> None:
+def test_no_rank_is_killed_while_unknown_ranks_may_be_running() -> None:
     """Ranks without known facts are no reason to form another world, and no culprits."""
-    world = draw(seed)
-    known = [r for r in world.at(1000 * world.limit_s) if r.rank not in world.culprits]
-    rng = random.Random(seed)
-    if not world.culprits:
-        known.remove(rng.choice(known))
-    assert judge(known, world.size, POLICY).action is HangAction.WAIT
+    for seed in SEEDS:
+        world = draw(seed)
+        known = [r for r in world.at(1000 * world.limit_s) if r.rank not in world.culprits]
+        if not world.culprits:
+            known.remove(random.Random(seed).choice(known))
+        assert judge(known, world.size, POLICY).action is HangAction.WAIT, seed
 
 
-@pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize(
     "innocent",
     [
@@ -208,13 +207,14 @@ def test_no_rank_is_killed_while_unknown_ranks_may_be_running(seed: int) -> None
     ],
     ids=str,
 )
-def test_operations_that_may_take_long_are_no_hang(seed: int, innocent: dict[str, object]) -> None:
-    rng = random.Random(seed)
-    size = rng.randint(2, 9)
-    slow = rng.randrange(size)
-    ranks = [waiting(r, 700.0, fact(0)) for r in range(size) if r != slow]
-    ranks.append(fact(slow, kernel=KernelFacts(state="R", cpu_share=1.0), **innocent))
-    assert judge(ranks, size, POLICY).action is HangAction.WAIT
+def test_operations_that_may_take_long_are_no_hang(innocent: dict[str, object]) -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        size = rng.randint(2, 9)
+        slow = rng.randrange(size)
+        ranks = [waiting(r, 700.0, fact(0)) for r in range(size) if r != slow]
+        ranks.append(fact(slow, kernel=KernelFacts(state="R", cpu_share=1.0), **innocent))
+        assert judge(ranks, size, POLICY).action is HangAction.WAIT, seed
 
 
 @pytest.mark.parametrize(
@@ -356,21 +356,21 @@ def test_the_reason_does_not_depend_on_the_duration() -> None:
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_the_same_hang_three_times_in_a_row_ends_the_job(seed: int) -> None:
-    world = draw(seed)
-    reason = judge(world.at(1.01 * world.limit_s), world.size, POLICY).reason
-    history = [
-        budget.Breakage(
-            generation=generation,
-            lived_s=5.0,
-            failures=(budget.Failure("node1", reason, 1),),
-            lost=(),
-            at_s=10.0 * generation,
-            steps=0,
-        )
-        for generation in (1, 2, 3)
-    ]
-    stop = budget.verdict(history, 40.0, budget.FailureBudget())
-    assert stop is not None
-    assert reason in stop.reason
+def test_the_same_hang_three_times_in_a_row_ends_the_job() -> None:
+    for seed in range(60):
+        world = draw(seed)
+        reason = judge(world.at(1.01 * world.limit_s), world.size, POLICY).reason
+        history = [
+            budget.Breakage(
+                generation=generation,
+                lived_s=5.0,
+                failures=(budget.Failure("node1", reason, 1),),
+                lost=(),
+                at_s=10.0 * generation,
+                steps=0,
+            )
+            for generation in (1, 2, 3)
+        ]
+        stop = budget.verdict(history, 40.0, budget.FailureBudget())
+        assert stop is not None, seed
+        assert reason in stop.reason, seed

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.hang_watches import hang_response, hang_watch
 from kit.journal import MemoryJournal
 from rank_facts import rank_facts
 from silent_fuse import mounted
@@ -21,9 +22,9 @@ from elastic.hangs import kernel
 from elastic.hangs import report as response_module
 from elastic.hangs import watch as watch_module
 from elastic.hangs.page import BudgetPolicy
-from elastic.hangs.report import HangReport, HangResponse, Judged, ReportFolder
+from elastic.hangs.report import HangReport, Judged, ReportFolder
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
-from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
+from elastic.hangs.watch import Supervised, WatchedWorker
 from elastic.telemetry.events import Event, HangFound
 from elastic.telemetry.log import get_logger
 from elastic.testing.waiting import PATIENCE_S, eventually
@@ -87,23 +88,8 @@ def test_an_unexpected_error_in_a_report_is_logged_with_its_cause(
 def end_hung(worker: subprocess.Popen[bytes], folder: ReportFolder, error_file: Path) -> HangFound:
     """Let an agent detect that the worker hangs, and kill it."""
     journal = Events()
-    response = HangResponse(
-        node="n1",
-        acts=True,
-        stop_grace_s=1.0,
-        folder=folder,
-        journal=journal,
-        before_kill=lambda pid, reason: None,
-        abort=lambda generation, reason: None,
-    )
-    watch = HangWatch(
-        policy=BudgetPolicy(),
-        node="n1",
-        tick_s=0.01,
-        on_facts=lambda generation, ranks: None,
-        on_stopped=lambda worker, facts, stopped_s: None,
-        on_error=lambda error: None,
-    )
+    response = hang_response(folder, journal=journal)
+    watch = hang_watch()
     watch.supervise((Supervised(worker.pid, 0, str(error_file)),))
 
     def watched() -> WatchedWorker | None:
@@ -157,13 +143,9 @@ def test_a_killed_worker_that_the_kernel_does_not_end_is_reported_until_it_has_e
         assert process.stdout is not None
         process.stdout.readline()
         unkillable: list[int] = []
-        watch = HangWatch(
+        watch = hang_watch(
             policy=BudgetPolicy(hang_timeout_s=60.0),
-            node="n1",
             tick_s=0.05,
-            on_facts=lambda generation, ranks: None,
-            on_stopped=lambda worker, facts, stopped_s: None,
-            on_error=lambda error: None,
             on_unkillable=lambda worker, facts: unkillable.append(worker.pid),
         )
         watch.start()

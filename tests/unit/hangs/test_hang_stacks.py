@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kit.hang_watches import hang_response, hang_watch
 from kit.journal import MemoryJournal
 from kit.membership_nodes import node, world
 from kit.memory_store import MemoryStore
@@ -18,18 +19,17 @@ from elastic.agent.hangs import Hangs, StacksTaken
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret
 from elastic.errors import SYSTEM_CLOCK
 from elastic.hangs import stacks
-from elastic.hangs.page import BudgetPolicy, StackGroup
+from elastic.hangs.page import StackGroup
 from elastic.hangs.report import (
     MAX_CHARACTERS,
     HangReport,
-    HangResponse,
     Judged,
     ReportFolder,
     Share,
     render,
 )
 from elastic.hangs.verdict import FlightEntry, HangAction, HangConfidence, HangKind, Judgment
-from elastic.hangs.watch import HangWatch, Supervised
+from elastic.hangs.watch import Supervised
 from elastic.membership.records import (
     HangStacks,
     HangVerdict,
@@ -235,23 +235,8 @@ def test_the_stacks_of_64_nodes_are_in_the_report_and_its_json(tmp_path: Path) -
             writes.append(report)
             return super().write(path, report)
 
-    response = HangResponse(
-        node="n1",
-        acts=False,
-        stop_grace_s=1.0,
-        folder=Folder(str(tmp_path)),
-        journal=MemoryJournal(),
-        before_kill=lambda pid, reason: None,
-        abort=lambda generation, reason: None,
-    )
-    watch = HangWatch(
-        policy=BudgetPolicy(),
-        node="n1",
-        tick_s=0.01,
-        on_facts=lambda generation, ranks: None,
-        on_stopped=lambda worker, facts, stopped_s: None,
-        on_error=lambda error: None,
-    )
+    response = hang_response(Folder(str(tmp_path)), acts=False)
+    watch = hang_watch()
     watch.enter_world(7, 0)
     verdict = Judgment(
         action=HangAction.ABORT_AND_REFORM,
@@ -284,14 +269,7 @@ def test_the_stacks_of_64_nodes_are_in_the_report_and_its_json(tmp_path: Path) -
 
 def test_collectives_that_arrive_after_the_verdict_are_in_the_report(tmp_path: Path) -> None:
     """A busy worker answers late. The other worker's were known."""
-    watch = HangWatch(
-        policy=BudgetPolicy(),
-        node="n1",
-        tick_s=0.01,
-        on_facts=lambda generation, ranks: None,
-        on_stopped=lambda worker, facts, stopped_s: None,
-        on_error=lambda error: None,
-    )
+    watch = hang_watch()
     late: list[tuple[int, tuple[FlightEntry, ...]]] = []
     known, slow = os.getpid(), os.getppid()
     entry = FlightEntry(group="gloo 0", sequence=4, operation="barrier", inputs="", is_over=False)

@@ -19,7 +19,10 @@ def run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "elastic", "queue"])
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoints", *(pytest.param(n, marks=pytest.mark.slow) for n in ("elastic", "queue"))],
+)
 def test_a_module_of_the_user_with_a_name_of_ours_is_not_imported(
     tmp_path: Path, name: str
 ) -> None:

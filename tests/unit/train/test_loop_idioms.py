@@ -130,7 +130,10 @@ knows_the_length = pytest.mark.skipif(
 
 @knows_the_length
 @pytest.mark.parametrize("limited_by", LIMITS)
-@pytest.mark.parametrize("killed_after", [(3, 1), (4,), (5, 6)])
+@pytest.mark.parametrize(
+    "killed_after",
+    [(3, 1), *(pytest.param(steps, marks=pytest.mark.slow) for steps in ((4,), (5, 6)))],
+)
 def test_an_epoch_limited_by_its_reader_ends_at_the_same_step_after_a_kill(
     tmp_path: Path, limited_by: Callable[[Any], Iterator[Any]], killed_after: tuple[int, ...]
 ) -> None:

@@ -23,7 +23,11 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "migrate"
 SIZE = 3
 TOLERANCE = 1e-6
-SEEDS = (0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 10)))
+SEEDS = (
+    0,
+    pytest.param(1, marks=pytest.mark.slow),
+    *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 10)),
+)
 # As torchrun sets it for one process.
 ONE_PROCESS = {
     "RANK": "0",
@@ -169,12 +173,14 @@ def assert_same(example: Example, outcome: RunOutcome, runs: Runs) -> None:
             assert is_close, f"{name} of {worker.name}\n{outcome.describe()}"
 
 
+@pytest.mark.slow
 @ALL
 def test_the_ordinary_script_runs_alone(runs: Runs, example: Example) -> None:
     before = f"os.environ.update({ONE_PROCESS!r})\n" if example.needs_torchrun else ""
     runs.run(example, "before", size=1, before=before).assert_success(workers=1)
 
 
+@pytest.mark.slow
 @ALL
 def test_the_ordinary_script_runs_in_a_world_of_two(runs: Runs, example: Example) -> None:
     runs.run(example, "before", size=2).assert_success(workers=2)

@@ -22,9 +22,11 @@ from elastic.train.copies import WeightCopies
 from elastic.train.ddp import ElasticDDP
 from elastic.train.optimizers import OptimizerWatch
 from elastic.train.rebuilding import inner_optimizers
-from elastic.train.rollback import COPY_EVERY, FIRST_STEPS, CopyCosts, Rollback, StepCopies
+from elastic.train.rollback import FIRST_STEPS, CopyCosts, Rollback, StepCopies
 from elastic.train.state import UNKNOWN_COMMITS, JobState
 from elastic.train.step import Step
+
+COPY_EVERY = 8  # instead of 64 steps
 
 
 class Script:
@@ -193,6 +195,7 @@ def seldom(script: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
     """A script whose state is copied in some steps only, because a copy is too slow."""
     monkeypatch.setattr(rollback, "AFFORDABLE_FRACTION", 0.0)
     monkeypatch.setattr(rollback, "COPY_IS_CHEAP_S", 0.0)
+    monkeypatch.setattr(rollback, "COPY_EVERY", COPY_EVERY)
     script.rollback = Rollback(script.job, script.optimizer_watch.tracked)
     script.optimizer_watch.rollback = script.rollback
     script.rollback.take()

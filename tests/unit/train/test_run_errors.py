@@ -424,7 +424,7 @@ import elastic
 """
 
 
-@pytest.mark.parametrize("is_guarded", [False, True])
+@pytest.mark.parametrize("is_guarded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_join_in_a_child_process_names_the_guard(tmp_path: Path, is_guarded: bool) -> None:
     start = "print(mp.get_context('spawn').Pool(1).map(abs, [-2]))"
     guard = f"if __name__ == '__main__':\n    elastic.join()\n    {start}"
