@@ -16,6 +16,7 @@ from elastic.cli.profile import ranks_of, request_profile
 from elastic.errors import ConfigError, JobFailed, TrainingError
 from elastic.membership.records import Done, Keys, Outcome, Profile, encode
 from elastic.telemetry.events import Event, ProfileWritten
+from elastic.train.hooks import Left
 from elastic.train.observers import ProfileRequest, StepProfiler
 
 
@@ -91,7 +92,7 @@ def test_a_range_of_steps_is_traced_on_selected_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ended", ["fault", "change", "close"])
-def test_the_end_of_a_world_ends_the_trace(tmp_path: Path, ended: str) -> None:
+def test_the_end_of_a_world_ends_the_trace(tmp_path: Path, ended: Left) -> None:
     rank = Rank(tmp_path)
     rank.enter(0)
     rank.profiler.request(ProfileRequest(10))
