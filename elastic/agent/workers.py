@@ -31,6 +31,7 @@ from elastic.errors import CoordinationError, NodeRefused, RecordError
 from elastic.hangs.watch import Supervised
 from elastic.link.link import (
     IN_STEP,
+    Assignment,
     ClientHandshakeRequest,
     CollectiveFailure,
     CountEvents,
@@ -41,6 +42,7 @@ from elastic.link.link import (
     FolderAnswer,
     FolderAsk,
     Heartbeat,
+    Leave,
     Left,
     LinkServer,
     LocalReplicas,
@@ -59,7 +61,6 @@ from elastic.link.link import (
     StepReport,
     Worker,
     WorkerDeath,
-    WorldMessage,
 )
 from elastic.membership.decision import listed
 from elastic.membership.failures import HANG
@@ -89,11 +90,8 @@ from elastic.tuning.intervals import (
 )
 from elastic.wire.messages import (
     NodeReplica,
-    RankAssignment,
     ReplicaSeat,
-    WorldSpec,
     WorldState,
-    derive,
 )
 
 # The ranks of a replica on one node meet once all of them are in elastic.join(): in milliseconds;
@@ -115,33 +113,37 @@ MAX_COUNTED_S = 2 * NODE_IDLE_S
 IN_PROCESS = "in-process"
 
 
-def world_message(at: NodeContext, world: WorldRecord, worker: Worker) -> WorldMessage:
-    """The world and the worker's place in it; without a place, the process has to end."""
-    node = at.status.node
+def assign(at: NodeContext, world: WorldRecord, worker: Worker) -> Assignment | Leave:
+    """The world as this worker receives it; without a place in it, the process has to end."""
+    node, running = at.status.node, at.status.running
+    nodes_leaving = len(running.id_set - world.id_set) if running is not None else 0
     # A world of the other mode is entered by a restart, which ends these processes.
-    runs_it = node.running is not None and node.running.generation == world.generation
-    is_member = node.node_id in world.node_ids and (world.mode == IN_PROCESS or runs_it)
-    return WorldMessage(
-        world=derive(WorldSpec, world),
-        assignment=_assignment(world, node, worker) if is_member else None,
-        node_rank=world.node_ids.index(node.node_id) if is_member else 0,
-        nodes=len(world.members),
-        nodes_leaving=_nodes_leaving(at.status.running, world),
-        store_key=at.secret.key(STORE).text,
-        store_tls=at.tls.files if at.tls is not None else None,
-    )
-
-
-def _nodes_leaving(running: WorldRecord | None, world: WorldRecord) -> int:
-    return len(running.id_set - world.id_set) if running is not None else 0
-
-
-def _assignment(world: WorldRecord, node: Node, worker: Worker) -> RankAssignment:
-    return RankAssignment(
+    runs_it = running is not None and running.generation == world.generation
+    if node.node_id not in world.node_ids or not (world.mode == IN_PROCESS or runs_it):
+        return Leave(
+            generation=world.generation,
+            nodes=len(world.members),
+            nodes_leaving=nodes_leaving,
+            switch_at_step=world.switch_at_step,
+        )
+    return Assignment(
+        generation=world.generation,
+        nonce=world.nonce,
+        lineage=world.lineage,
         rank=world.first_rank_of(node.node_id) + worker.local_rank,
         size=world.size,
         local_rank=worker.local_rank,
         local_size=node.nproc,
+        node_rank=world.node_ids.index(node.node_id),
+        nodes=len(world.members),
+        nodes_leaving=nodes_leaving,
+        store_host=world.store_host,
+        store_port=world.store_port,
+        store_key=at.secret.key(STORE).text,
+        store_tls=at.tls.files if at.tls is not None else None,
+        switch_at_step=world.switch_at_step,
+        state=world.state,
+        committed_step=world.committed_step,
     )
 
 
@@ -225,7 +227,7 @@ class AnnouncedWorlds:
 
     def _send(self, world: WorldRecord, to: Worker | None) -> None:
         for worker in self._server.workers() if to is None else (to,):
-            self._server.send(world_message(self._at, world, worker), worker)
+            self._server.send(assign(self._at, world, worker), worker)
 
 
 # ----------------------------------------------------------------------------
@@ -499,7 +501,8 @@ class ReplicaMeetings:
             nonce = secrets.token_hex(8)
             for one in workers:
                 self._known.meeting_left_s[one.pid] = _time_to_meet_s(request)
-                self._server.send(ReplicaMeet(nonce=nonce, rank=one.local_rank % size), one)
+                meeting = ReplicaMeet(nonce=nonce, rank=one.local_rank % size, size=size)
+                self._server.send(meeting, one)
         elif (running := self._at.status.running) is not None:
             self._meet_in_world(running)
         else:
@@ -545,8 +548,9 @@ class ReplicaMeetings:
             meeting = ReplicaMeet(
                 nonce=nonce,
                 rank=first_rank + worker.local_rank,
-                host=host,
-                port=port,
+                size=len(node_ids) * node.nproc,
+                store_host=host,
+                store_port=port,
                 store_key=self._at.secret.key(STORE).text,
                 store_tls=self._at.tls.files if self._at.tls is not None else None,
             )

@@ -83,7 +83,6 @@ from elastic.wire import base
 from elastic.wire.messages import (
     CALL_JOIN,
     NO_WORLD,
-    RankAssignment,
     WorldIdentity,
     identity_variable,
     world_variables,
@@ -353,9 +352,9 @@ def _without_a_world(worker: SupervisedWorker) -> Mapping[str, str]:
     size = int(worker.environment["LOCAL_WORLD_SIZE"])
     return world_variables(
         NO_WORLD,
-        RankAssignment(
-            rank=worker.local_rank, size=size, local_rank=worker.local_rank, local_size=size
-        ),
+        rank=worker.local_rank,
+        size=size,
+        local_size=size,
         node_rank=0,
         nodes=1,
         store_host="localhost",
