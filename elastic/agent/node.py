@@ -274,7 +274,7 @@ class NodeStatus:
         """The key changed to something older or unreadable: keep the known world."""
         self.set_world(replace(self.world, mod_revision=mod_revision))
 
-    def learn_world(self, entry: Entry, now: float) -> None:
+    def read_world(self, entry: Entry, now: float) -> None:
         """Apply the key's value in the store. Raises RecordError if it cannot be read."""
         known = self.world.world
         if entry.mod_revision < self.world.mod_revision:
@@ -290,7 +290,7 @@ class NodeStatus:
         else:
             self.set_world(WorldEntry(world, entry.mod_revision, now))
 
-    def learn_pushed(self, record: bytes, now: float) -> None:
+    def read_pushed_world(self, record: bytes, now: float) -> None:
         """Apply a record that the leader pushed. Only the watch sets the revision: that of a record
         in flight while the store was wiped would make every later event look old."""
         known = self.world

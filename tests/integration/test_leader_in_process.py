@@ -56,7 +56,7 @@ class InProcess(TestNode):
 
     def change(self, **fields: Any) -> None:
         change: Callable[[Node], Node] = lambda node: replace(node, **fields)  # noqa: E731
-        self.service.loop.post(ChangeNode(change))
+        self.context.post(ChangeNode(change))
 
     def ready(self) -> InProcess:
         """The workers reached the step loop."""
@@ -576,7 +576,7 @@ def end_a_window(node: InProcess, number: int, compute_s: float) -> None:
         checkpoint_s=0.0,
         script_s=0.0,
     )
-    node.service.loop.post(LinkEvent(KnownWorker(), StepReport(times=times)))  # type: ignore[arg-type]
+    node.context.post(LinkEvent(KnownWorker(), StepReport(times=times)))  # type: ignore[arg-type]
 
 
 def find_straggler(nodes: list[InProcess], slow: InProcess) -> StragglerFound:

@@ -39,7 +39,7 @@ class ReplicaNode(TestNode):
     def turn(self) -> None:
         """The next action of torchrun's main thread, without waiting."""
         service = self.service
-        if service.running is not None:
+        if service.status.running is not None:
             if service.newer_world():
                 self.arrive()
             return
@@ -98,7 +98,7 @@ class Job:
         if world is None or world.state is not WorldState.ACTIVE or len(world.members) != whole:
             return None
         inside = [here.get(i) for i in world.node_ids]
-        if not all(node is not None and node.service.running == world for node in inside):
+        if not all(node is not None and node.service.status.running == world for node in inside):
             return None
         outside = [node for node in self.here if node not in inside]
         waits = [node.status.waits_for for node in outside]
@@ -107,7 +107,7 @@ class Job:
     def describe(self) -> str:
         world = self.world()
         lines = [f"{world.generation} {world.reason} {world.node_ids}" if world else "no world"]
-        lines += [f"{n.id} {n.status.node.state} {n.service.running}" for n in self.here]
+        lines += [f"{n.id} {n.status.node.state} {n.service.status.running}" for n in self.here]
         return "\n".join(lines)
 
 

@@ -209,7 +209,7 @@ def test_a_new_world_ends_the_wait_but_a_plan_does_not() -> None:
     clock = ManualClock(100.0)
     worlds = worlds_of(clock)
     worlds.receive(assignment(1))
-    assert worlds.next().world.generation == 1
+    assert worlds.next().generation == 1
     worlds.receive(Permit(until_s=99.0))
     worker = Waiting(worlds)
     worlds.receive(assignment(2, switch_at_step=50))

@@ -211,8 +211,10 @@ IN_PROCESS = {setting.name: setting.value for setting in environment.in_process_
 
 @pytest.mark.parametrize("given", [{ASYNC: "3"}, {OLD: "1"}, {"TORCH_NCCL_DESYNC_DEBUG": "1"}])
 def test_torchs_error_handling_is_overridden_with_a_warning(
-    given: dict[str, str], caplog: pytest.LogCaptureFixture
+    given: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The first use of the logger in a process disables propagation to pytest's handler.
+    monkeypatch.setattr(get_logger(), "propagate", True)
     caplog.set_level("WARNING", logger="elastic")
     environ = dict(given)
     leave_errors_to_us(environ, is_in_process=True)
