@@ -164,7 +164,7 @@ class ReplicaWait:
         """Called on every iteration once this node is registered; returns the time of the next
         call."""
         status = self._at.status
-        node, world = status.node, status.world.world
+        node, world = status.node, status.world
         is_inside = world is not None and node.node_id in world.node_ids
         if node.nodes_per_replica == 1 or is_inside or node.running is not None:
             status.waits_for = ""
@@ -333,7 +333,7 @@ class Permission:
 
     def _is_excluded(self) -> bool:
         """Whether the job continues without this node, or has ended."""
-        node, world = self._at.status.node, self._at.status.world.world
+        node, world = self._at.status.node, self._at.status.world
         if self._at.status.done is not None:
             return True
         return (
@@ -483,7 +483,7 @@ class StoreEvents:
             case Deleted(key, revision) if key == keys.leader:
                 self._succession.learn_absent(revision)
             case Deleted(key, revision) if key == keys.world:
-                if revision > status.world.mod_revision:
+                if revision > status.world_entry.mod_revision:
                     status.set_world_revision(0)
             case Disconnected(error):
                 self.report(StoreUnreachable(error), "training continues; reconnecting")
@@ -520,7 +520,7 @@ class StoreEvents:
 
     def on_broken_record(self, error: RecordError) -> bool:
         """A record is invalid. Returns whether the node continues, and retries."""
-        if self._at.status.node.running is None and self._at.status.world.world is None:
+        if self._at.status.node.running is None and self._at.status.world is None:
             self._at.status.fail(error)  # a joining node cannot handle it in a meaningful way
             return False
         self.report(error, "training continues")
@@ -675,7 +675,7 @@ class NodeLoop:
         if self._close_by_s is None:
             return False
         status, node = self._at.status, self._at.status.node
-        world = status.world.world
+        world = status.world
         return (
             node.state not in (NodeState.LEAVING, NodeState.FAILED)
             or world is None
@@ -689,10 +689,10 @@ class NodeLoop:
     def _turn(self) -> None:
         for message in self._take():
             self._guarded(lambda message=message: self._handle(message))  # type: ignore[misc]
-            self.supervisor.announce(self._at.status.world.world)
+            self.supervisor.announce(self._at.status.world)
         if self._guarded(self._duties):
             self._at.status.store_problem = None
-        self.supervisor.announce(self._at.status.world.world)
+        self.supervisor.announce(self._at.status.world)
         self.permission.renew(self.registration.current_lease)
         self._heartbeats.send_if_due(self.supervisor.heartbeat, self.liveness.report)
         self.isolation.check()
@@ -726,7 +726,7 @@ class NodeLoop:
                 self.store_events.handle(event)
             case NodesEvent():
                 if term is not None:
-                    term.on_nodes(message, self._at.status.world.world)
+                    term.on_nodes(message, self._at.status.world)
             case Probed():
                 if term is not None:
                     term.on_probed(message)
@@ -791,7 +791,7 @@ class NodeLoop:
 
     def _judge(self) -> None:
         if (term := self.succession.term) is not None and self._at.status.done is None:
-            term.judge(self._at.status.world)
+            term.judge(self._at.status.world_entry)
 
     def _lead(self) -> None:
         term = self.succession.term
@@ -801,7 +801,7 @@ class NodeLoop:
             self._end_read_in = term
         if term is None or self._at.status.done is not None:
             return
-        written, again_s = term.lead(self._at.status.world, self._at.status.done)
+        written, again_s = term.lead(self._at.status.world_entry, self._at.status.done)
         self._next_wake_s = min(self._next_wake_s, again_s)
         if isinstance(written, WorldEntry):
             self._at.status.set_world(written)
@@ -863,7 +863,7 @@ class WorldWait:
                 status.raise_if_over()
                 if not self._loop.alive:
                     raise CoordinationError("this node's service was closed while it waited")
-                world = status.world.world
+                world = status.world
                 if world is not None and self.is_for_us(world):
                     return world
                 now = self._clock.monotonic()
@@ -877,7 +877,7 @@ class WorldWait:
                     return None
                 ask_at_s = now + ASK_MEMBERS_S
             with status.changed:
-                if status.world.world is world:
+                if status.world is world:
                     status.changed.wait(min(MAIN_THREAD_SLICE_S, max(0.0, deadline - now)))
 
     def is_for_us(self, world: WorldRecord) -> bool:
@@ -1043,7 +1043,7 @@ class NodeService:
 
         None: those of the world that runs without this node.
         """
-        world = world if world is not None else self.status.world.world
+        world = world if world is not None else self.status.world
         members = world.members if world is not None else ()
         return tuple(m.liveness_host for m in members if m.node_id != self.node_id)
 
@@ -1154,7 +1154,7 @@ class NodeService:
         """
         with self.status.changed:
             self.status.raise_if_failed()
-            entry, node = self.status.world, self.status.node
+            entry, node = self.status.world_entry, self.status.node
         world, running = entry.world, node.running
         if world is None:
             return False

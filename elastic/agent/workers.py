@@ -265,7 +265,7 @@ class FailureReporter:
         if report is None:
             return
         key = self._at.keys.failure_report(self._at.status.node.node_id)
-        newest = self._at.status.world.world
+        newest = self._at.status.world
         is_answered = newest is not None and newest.generation > report.generation
         if is_answered and newest is not None and newest.switch_at_step is None:
             if self._is_written:
@@ -923,7 +923,7 @@ class Workers:
 
     def on_message(self, worker: Worker, message: Message) -> None:
         """A message from the link."""
-        world = self._at.status.world.world
+        world = self._at.status.world
         self._metrics.on_worker_message(worker.pid, worker.local_rank, message, world)
         if worker.pid in self._known.ended:
             return  # sent before this agent killed it

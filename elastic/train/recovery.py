@@ -491,7 +491,7 @@ class Restart:
         is_received = received is not None and received.leaving
         if is_received and not self._halt.is_preempted:
             self._checkpoints.save(self._job)
-        if self._halt.is_preempted and (is_received or self._checkpoints.world_size == 1):
+        if self._halt.is_preempted and (is_received or self._checkpoints.writers.world_size == 1):
             with self._halt.own_save():
                 self._checkpoints.flush(self._job, leaving_s())
                 self._checkpoints.release()

@@ -420,7 +420,7 @@ class Shutdown:
             step = self._job.progress.step
             reason = f"the script failed in the middle of an update: {error}"
             self._journal.emit(CheckpointSkipped(name=f"step {step}", reason=reason))
-        elif self._checkpoints.world_size == 1:
+        elif self._checkpoints.writers.world_size == 1:
             self._checkpoints.flush(self._job, leaving_s())
         else:
             self._session.strategy.flush_after_error()

@@ -43,7 +43,7 @@ class ReplicaNode(TestNode):
             if service.newer_world():
                 self.arrive()
             return
-        world = self.status.world.world
+        world = self.status.world
         if world is not None and service.world_wait.is_for_us(world):
             service.enter(world, waited_s=0.0)
 
@@ -160,7 +160,7 @@ def test_a_waiting_node_reports_the_reason_in_its_log_and_probes(job: Job) -> No
     assert [e.reason for e in spare.events if isinstance(e, Waiting)].count(said) == 1
     status = spare.status
     verdict = readiness(
-        status.node, status.world.world, None, is_parked=False, waits_for=status.waits_for
+        status.node, status.world, None, is_parked=False, waits_for=status.waits_for
     )
     assert not verdict.is_ok and verdict.reason.startswith(said)
 

@@ -66,7 +66,7 @@ class Agent:
     def __init__(self) -> None:
         running = node("n1", NodeState.READY, in_process=True, running=WORLD)
         self.status = NodeStatus(running, KEYS, 0.0)
-        self.status.world = WorldEntry(WORLD, 5, 0.0)
+        self.status.world_entry = WorldEntry(WORLD, 5, 0.0)
         self.lease, self.workers = HeldLease(), PermissionRecorder()
         self.granted: list[float] = []
         context = NodeContext(
@@ -117,7 +117,7 @@ def test_a_lost_lease_does_not_extend_the_permission() -> None:
 
 def evicted(status: NodeStatus) -> None:
     eight = replace(world("n2", generation=8, mode="in-process"))
-    status.world = WorldEntry(eight, 6, 0.0)
+    status.world_entry = WorldEntry(eight, 6, 0.0)
 
 
 def over(status: NodeStatus) -> None:
@@ -148,7 +148,7 @@ def test_a_pending_change_of_the_world_extends_the_permission(newer: WorldRecord
     agent = Agent()
     agent.turns()
     agent.lease.renewed_s = 150.0
-    agent.status.world = WorldEntry(newer, 6, 0.0)
+    agent.status.world_entry = WorldEntry(newer, 6, 0.0)
     assert agent.turns() is not None
 
 
