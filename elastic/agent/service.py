@@ -735,7 +735,7 @@ class NodeLoop:
             case ConnectionClosed(node_id, was_leader, fell_silent):
                 self.succession.on_connection_closed(node_id, was_leader, fell_silent=fell_silent)
             case ConnectionDropped(node_id):
-                self.succession.on_connection_dropped(node_id)
+                self.succession.connections.dropped(node_id)
             case LeaderProbed():
                 self.succession.on_probed(message, reaches_store=self.isolation.reaches_store)
             case WorkersStart():

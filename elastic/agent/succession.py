@@ -246,10 +246,6 @@ class Succession:
         if self.term is not None and not is_leader:
             self.term.on_opened(node_id)
 
-    def on_connection_dropped(self, node_id: str) -> None:
-        """This node gave up its connection to a former leader."""
-        self.connections.dropped(node_id)
-
     def on_connection_closed(
         self, node_id: str, was_leader: bool, *, fell_silent: bool = False
     ) -> None:
