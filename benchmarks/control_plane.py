@@ -178,22 +178,22 @@ class Job:
             begun_s, status = time.thread_time(), self.context.status
             for message in messages:
                 if isinstance(message, NodesEvent):
-                    self.term.on_nodes(message, status.world.world)
+                    self.term.on_nodes(message, status.world)
                 elif isinstance(message, Probed):
                     self.term.on_probed(message)
-            written, again_s = self.term.lead(status.world, None)
+            written, again_s = self.term.lead(status.world_entry, None)
             if isinstance(written, WorldEntry):
                 status.set_world(written)
             self.cpu_s += time.thread_time() - begun_s
 
     @property
     def world(self) -> WorldRecord:
-        world = self.context.status.world.world
+        world = self.context.status.world
         assert world is not None
         return world
 
     def has_world(self, generation: int) -> bool:
-        world = self.context.status.world.world
+        world = self.context.status.world
         return world is not None and world.generation == generation
 
     def view(self) -> View:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.groups.group import ProcessGroup
-from elastic.groups.store import GroupSpec
+from elastic.link.link import GroupSpec
 from elastic.testing.reaper import reap_descendants
 from elastic.train.ddp import ElasticDDP
 from elastic.wire.handshake import SecretKey
@@ -56,7 +56,7 @@ def build(group: ProcessGroup, generation: int) -> None:
         size=1,
         store_host="127.0.0.1",
         store_port=1,
-        store_key=SecretKey(bytes(32)),
+        store_key=SecretKey(bytes(32)).text,
     )
     group.build(spec, superseded=lambda: False, timeout_s=120.0)
 

@@ -157,7 +157,7 @@ def _floor(rank: int, size: int, ports: list[int], results: Any) -> None:
     import torch
 
     from elastic.groups.group import ProcessGroup
-    from elastic.groups.store import GroupSpec
+    from elastic.link.link import GroupSpec
     from elastic.train.ddp import ElasticDDP
 
     sys.path.insert(0, str(SCRIPT.parent))
@@ -177,7 +177,7 @@ def _floor(rank: int, size: int, ports: list[int], results: Any) -> None:
             size=size,
             store_host="127.0.0.1",
             store_port=port,
-            store_key=SecretKey(bytes(32)),
+            store_key=SecretKey(bytes(32)).text,
         )
         group.build(spec, superseded=lambda: False, timeout_s=30.0)
         model.enter_world()

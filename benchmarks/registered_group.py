@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.groups.group import ProcessGroup
 from elastic.groups.pending import pending_works
-from elastic.groups.store import GroupSpec
+from elastic.link.link import GroupSpec
 from elastic.train.ddp import ElasticDDP
 from elastic.wire.handshake import SecretKey
 
@@ -219,7 +219,7 @@ class _Rank:
             size=self._size,
             store_host="127.0.0.1",
             store_port=next(self._ports),
-            store_key=SecretKey(bytes(32)),
+            store_key=SecretKey(bytes(32)).text,
         )
         group.build(spec, superseded=lambda: False, timeout_s=60.0)
         yield

@@ -169,7 +169,7 @@ class FailureAccounting:
             healthy_s=options.healthy_s,
         )
         self._breakages: list[budget.Breakage] = []
-        self._flaps = budget.FlapTracker(budget.FlapPolicy(quarantine_s=options.quarantine_s))
+        self.flaps = budget.FlapTracker(budget.FlapPolicy(quarantine_s=options.quarantine_s))
         self._builds = FailedBuilds()
         self._joined_s: dict[str, float] = {}  # node_id -> when it joined a running job
         self._step: int | None = None  # the job's, when it broke last or was first seen
@@ -182,10 +182,6 @@ class FailureAccounting:
         self._verdict: tuple[Failed, FailureVerdict] | None = None
         self._quarantine_reasons: dict[str, str] = {}
 
-    def quarantined(self, now: float) -> dict[str, float]:
-        """Node id or name -> the time until which it is excluded."""
-        return self._flaps.quarantined(now)
-
     def remember(self, world: WorldRecord | None, now: float, wall_s: float) -> None:
         """Begin a term with the last leader's records. (A leader whose own workers fail hands over
         leadership: otherwise their failures would never add up.)"""
@@ -197,7 +193,7 @@ class FailureAccounting:
         self._breakages = [from_record(r, now - (newest_s - r.time_s)) for r in records]
         for breakage in self._breakages:
             if breakage.excluded:
-                self._flaps.quarantine(breakage.excluded, breakage.at_s)
+                self.flaps.quarantine(breakage.excluded, breakage.at_s)
         if world is not None and world.cause is Cause.JOINED:
             joined = (m.node_id for m in world.members if m.ran_generation == 0)
             self._joined_in = dict.fromkeys(joined, world.generation)
@@ -241,14 +237,6 @@ class FailureAccounting:
             if self._step_at_change is None:
                 self._step_at_change = step_rate.step
 
-    def lost(self, name: str, now: float) -> None:
-        """A node was proved dead."""
-        self._flaps.lost(name, now)
-
-    def found(self, name: str) -> None:
-        """A node that was considered dead responds."""
-        self._flaps.found(name)
-
     def formed(self, before: WorldRecord | None, world: WorldRecord, now: float) -> None:
         """A world was written: record which nodes joined a running job."""
         horizon = now - self._quarantine_s
@@ -280,7 +268,7 @@ class FailureAccounting:
             return None
         self._charged = world.generation
         steps = self._steps_made(step_rate)
-        already_out = set(self._flaps.quarantined(now))
+        already_out = set(self.flaps.quarantined(now))
         self._charge_joining_nodes(broken, now)
         self._charge_builds(broken, now)
         if not _is_job_failure(broken):
@@ -293,7 +281,7 @@ class FailureAccounting:
         self._step_at_change = self._step
         origin = broken.origin
         if origin is not None and not budget.healthy(breakage, self._policy):
-            self._flaps.accused(origin.node, now)
+            self.flaps.accused(origin.node, now)
         stop = self._judge(broken, breakage, now)
         if (judged := self.verdict) is not None:
             failed, verdict = judged
@@ -302,7 +290,7 @@ class FailureAccounting:
             # A node that has just joined is not the job: its failures do not use up the budget.
             counts = breakage.counts and not (excluded and self._has_joined(failed, breakage))
             breakage = replace(breakage, verdict=text, excluded=excluded, counts=counts)
-        out = [n for n in self._flaps.quarantined(now) if n not in already_out]
+        out = [n for n in self.flaps.quarantined(now) if n not in already_out]
         return self._remember(replace(breakage, response=self._response(broken, out)), now, stop)
 
     def _breakage(
@@ -414,9 +402,9 @@ class FailureAccounting:
             verdict = replace(verdict, action=Action.EXCLUDE_NODE, reason=_only_here(verdict))
         self._verdict = first, verdict
         if verdict.action is Action.EXCLUDE_NODE:
-            self._flaps.quarantine(first.node_id, now)
+            self.flaps.quarantine(first.node_id, now)
             self._quarantine_reasons = {
-                **{n: why for n, why in self._quarantine_reasons.items() if n in self._flaps},
+                **{n: why for n, why in self._quarantine_reasons.items() if n in self.flaps},
                 first.node_id: str(verdict)[:_VERDICT_CHARS],
             }
         if verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH:
@@ -502,14 +490,14 @@ class FailureAccounting:
             by_itself = failure is not None and not _was_killed(failure)
             if members.pending or by_itself:
                 # A dead agent returns with another id, under the same name.
-                self._flaps.quarantine(node_id if node_id in out else names[node_id], now)
+                self.flaps.quarantine(node_id if node_id in out else names[node_id], now)
 
     def _charge_builds(self, broken: Broken, now: float) -> None:
         members = broken.members
         reports = {t.node_id: t.accused for t in members.failure_reports if t.accused}
         nodes, has_run = members.world.node_ids, members.has_run
         for node_id in self._builds.failed(nodes, reports, has_run=has_run):
-            self._flaps.quarantine(node_id, now)
+            self.flaps.quarantine(node_id, now)
 
 
 def _was_killed(failed: Failed) -> bool:

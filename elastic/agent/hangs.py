@@ -17,8 +17,8 @@ from elastic.hangs.page import MAX_SHOWN_RANKS, BudgetPolicy, RankFacts, StackGr
 from elastic.hangs.report import HangResponse, Judged, ReportFolder, Share
 from elastic.hangs.stacks import StackSource
 from elastic.hangs.verdict import FlightEntry, HangAction, Judgment, describe_wait
-from elastic.hangs.watch import HangWatch, Supervised
-from elastic.link.link import FlightTrace, ProgressPage, Worker
+from elastic.hangs.watch import HangWatch
+from elastic.link.link import ProgressPage, Worker
 from elastic.membership.records import (
     HangFacts,
     HangStacks,
@@ -92,8 +92,7 @@ def _unkillable(pid: int, facts: RankFacts) -> str:
 
 
 class Hangs:
-    """One per agent, unless its options turn it off. On the node's thread, except
-    :meth:`supervise`."""
+    """One per agent, unless its options turn it off. On the node's thread."""
 
     def __init__(self, context: NodeContext) -> None:
         self._at = context
@@ -109,13 +108,13 @@ class Hangs:
             abort=lambda generation, reason: context.post(WorldHung(generation, reason)),
             clock=context.clock,
         )
-        self._watch = HangWatch(
+        self.watch = HangWatch(
             policy=policy_of(options),
             node=node.name,
             tick_s=min(intervals.HANG_TICK_S, options.hang_timeout_s / 5),
             on_facts=lambda generation, ranks: context.post(RanksAreQuiet(generation, ranks)),
             on_stopped=lambda worker, facts, stopped_s: self._response.on_stopped(
-                self._watch, worker, facts, stopped_s
+                self.watch, worker, facts, stopped_s
             ),
             on_error=context.status.fail,
             on_unkillable=lambda worker, facts: context.post(
@@ -131,42 +130,14 @@ class Hangs:
         self._stacks: StacksTaken | None = None  # to be published
         self._taken: StacksTaken | None = None  # the last ones
 
-    def start(self) -> None:
-        self._watch.start()
-
-    def close(self) -> None:
-        self._watch.close()
-
-    @property
-    def checkpoint_step(self) -> int | None:
-        """The step of the last checkpoint that a worker of this node has reported as committed."""
-        return self._watch.checkpoint_step
-
-    @property
-    def planned_steps(self) -> int | None:
-        """The number of steps of the entire job, as reported by a worker of this node."""
-        return self._watch.planned_steps
-
     # ── watched workers ──────────────────────────────────────────────────────────────────
 
     def on_page(self, worker: Worker, page: ProgressPage) -> None:
         """A worker has reported the location of its page."""
         source = StackSource(page.stacks_fd, page.stacks_signal)
-        self._watch.add(worker.pid, worker.local_rank, page.fd, source)
+        self.watch.add(worker.pid, worker.local_rank, page.fd, source)
 
-    def on_flight(self, worker: Worker, trace: FlightTrace) -> None:
-        """A worker has reported the collectives that it began."""
-        self._watch.learn_flight(worker.pid, trace.generation, trace.entries)
-
-    def on_ended(self, pid: int) -> None:
-        """A worker has ended."""
-        self._watch.remove(pid)
-
-    def supervise(self, workers: Iterable[Supervised]) -> None:
-        """Sets all processes that torchrun supervises. On its thread."""
-        self._watch.supervise(tuple(workers))
-
-    def learn(self, world: WorldRecord | None) -> None:
+    def watch_world(self, world: WorldRecord | None) -> None:
         """The newest world that the workers have received."""
         if world is None or world.generation == self._generation:
             return
@@ -175,7 +146,7 @@ class Hangs:
         is_member = node_id in world.node_ids
         first_rank = world.first_rank_of(node_id) if is_member else None
         self._nodes = len(world.members) if is_member else 0
-        self._watch.enter_world(world.generation, first_rank)
+        self.watch.enter_world(world.generation, first_rank)
 
     # ── facts for the leader ─────────────────────────────────────────────────────────────
 
@@ -234,7 +205,7 @@ class Hangs:
             size=record.size,
             ranks=record.ranks,
         )
-        self._watch.post(lambda: self._response.carry_out(self._watch, judged))
+        self.watch.post(lambda: self._response.carry_out(self.watch, judged))
 
     def _take_stacks(self, record: HangVerdict) -> None:
         """Take the distinct stacks of this node's ranks for another node's report."""
@@ -251,15 +222,15 @@ class Hangs:
             self._at.post(StacksTaken(record.generation, found, tuple(shown)))
 
         def take() -> None:
-            workers = {self._watch.facts(worker).rank: worker for worker in self._watch.workers}
+            workers = {self.watch.facts(worker).rank: worker for worker in self.watch.workers}
             taken_of = ((r, stacks.take(w.pid, w.stacks)) for r, w in workers.items())
             found = stacks.group(taken_of, record.culprits)
-            flights = self._watch.flights_of(
+            flights = self.watch.flights_of(
                 record.generation, lambda rank, flight: send((), [(rank, flight)])
             ).items()
             send(stacks.within(found, share.characters), flights)
 
-        self._watch.post(take)
+        self.watch.post(take)
 
     def on_stacks_taken(self, taken: StacksTaken) -> None:
         """Have the stacks written to the store in the node's next iteration."""
@@ -274,8 +245,6 @@ class Hangs:
         if record.node_id == self._at.status.node.node_id:
             return
         flights = {flight.rank: flight.entries for flight in record.flights}
-        self._watch.post(
-            lambda: self._response.add_stacks(
-                self._watch, record.generation, record.stacks, flights
-            )
+        self.watch.post(
+            lambda: self._response.add_stacks(self.watch, record.generation, record.stacks, flights)
         )

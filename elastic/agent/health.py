@@ -89,7 +89,7 @@ def routes_of(status: NodeStatus, hung_after_s: float) -> Routes:
         "/livez": lambda: liveness(status.watchdog.silences_s(), hung_after_s),
         "/readyz": lambda: readiness(
             status.node,
-            status.world.world,
+            status.world,
             status.done,
             is_parked=status.parked,
             waits_for=status.waits_for,

@@ -329,7 +329,7 @@ class Leadership:
         self.roster = Roster(context.keys, connections)
         self._listed = False
         self._accounting = FailureAccounting(context.options)
-        self._accounting.remember(context.status.world.world, self._since_s, context.clock.wall())
+        self._accounting.remember(context.status.world, self._since_s, context.clock.wall())
         self._rechecked_generation = 0  # the generation whose failure made every member suspect
         self.writer = WorldWriter(context, self.roster, self._accounting, announce)
         self._waiting_reason = ""
@@ -423,10 +423,10 @@ class Leadership:
             return  # it may end at any time: it is not lost
         if was_dead:
             self._at.journal.emit(NodeFound(found=name, reason=reason), level=logging.WARNING)
-            self._accounting.found(name)
+            self._accounting.flaps.found(name)
         if changed is Liveness.DEAD:
             self._at.journal.emit(NodeLost(lost=name, reason=reason))
-            self._accounting.lost(name, now)
+            self._accounting.flaps.lost(name, now)
         elif changed is Liveness.SUSPECT:
             self._at.journal.emit(NodeSuspected(suspect=name, reason=reason))
 
@@ -517,7 +517,7 @@ class Leadership:
                 self._at.store.delete(self._at.keys.node(node_id))
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
-        quarantined = self._accounting.quarantined(now)
+        quarantined = self._accounting.flaps.quarantined(now)
         view = self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
         return replace(
             view,

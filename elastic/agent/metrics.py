@@ -651,7 +651,7 @@ class NodeReadings:
         yield from self._ages()
 
     def _world(self) -> Iterator[Reading]:
-        node, world = self.status.node, self.status.world.world
+        node, world = self.status.node, self.status.world
         yield BUILD_INFO, (node.library, node.torch, platform.python_version()), 1.0
         yield MIN_NODES, (), node.min_nodes
         yield MAX_NODES, (), node.max_nodes

@@ -194,7 +194,7 @@ class NodeStatus:
         self.changed = threading.Condition()
         self._keys = keys
         self.node = node
-        self.world = WorldEntry(None, 0, now)
+        self.world_entry = WorldEntry(None, 0, now)
         # The last ones, newest last: nodes name the world that they run, and this one may lead.
         self.known_worlds: tuple[WorldRecord, ...] = ()
         self.done: Done | None = None
@@ -223,6 +223,11 @@ class NodeStatus:
         self.replica_is_lost = False  # a node of this one's replica is lost
         self.waits_for = ""  # why this node has no place in the world, if known
         self.parked = False  # the job has ended; this agent keeps running for its launcher
+
+    @property
+    def world(self) -> WorldRecord | None:
+        """The newest known world of the job."""
+        return self.world_entry.world
 
     @property
     def running(self) -> WorldRecord | None:
@@ -265,19 +270,19 @@ class NodeStatus:
 
     def set_world(self, entry: WorldEntry) -> None:
         with self.changed:
-            self.world = entry
+            self.world_entry = entry
             if entry.world is not None and entry.world not in self.known_worlds[-1:]:
                 self.known_worlds = (*self.known_worlds, entry.world)[-_KNOWN_WORLDS:]
             self.changed.notify_all()
 
     def set_world_revision(self, mod_revision: int) -> None:
         """The key changed to something older or unreadable: keep the known world."""
-        self.set_world(replace(self.world, mod_revision=mod_revision))
+        self.set_world(replace(self.world_entry, mod_revision=mod_revision))
 
-    def learn_world(self, entry: Entry, now: float) -> None:
+    def read_world(self, entry: Entry, now: float) -> None:
         """Apply the key's value in the store. Raises RecordError if it cannot be read."""
-        known = self.world.world
-        if entry.mod_revision < self.world.mod_revision:
+        known = self.world
+        if entry.mod_revision < self.world_entry.mod_revision:
             return  # older than this node's own write
         try:
             world = decode(WorldRecord, entry.key, entry.value)
@@ -290,13 +295,12 @@ class NodeStatus:
         else:
             self.set_world(WorldEntry(world, entry.mod_revision, now))
 
-    def learn_pushed(self, record: bytes, now: float) -> None:
+    def read_pushed_world(self, record: bytes, now: float) -> None:
         """Apply a record that the leader pushed. Only the watch sets the revision: that of a record
         in flight while the store was wiped would make every later event look old."""
-        known = self.world
         world = decode(WorldRecord, self._keys.world, record)
-        if known.world is None or world.generation > known.world.generation:
-            self.set_world(WorldEntry(world, known.mod_revision, now))
+        if self.world is None or world.generation > self.world.generation:
+            self.set_world(WorldEntry(world, self.world_entry.mod_revision, now))
 
     def set_done(self, done: Done) -> bool:
         """Record the job's end; True the first time."""

@@ -7,7 +7,7 @@ import logging
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -49,7 +49,6 @@ from elastic.errors import (
     StoreFull,
     StoreUnreachable,
 )
-from elastic.hangs.watch import Supervised
 from elastic.membership.decision import refusal
 from elastic.membership.progress import decode_progress
 from elastic.membership.records import (
@@ -165,7 +164,7 @@ class ReplicaWait:
         """Called on every iteration once this node is registered; returns the time of the next
         call."""
         status = self._at.status
-        node, world = status.node, status.world.world
+        node, world = status.node, status.world
         is_inside = world is not None and node.node_id in world.node_ids
         if node.nodes_per_replica == 1 or is_inside or node.running is not None:
             status.waits_for = ""
@@ -261,7 +260,7 @@ class IsolationDetector:
             self._stop(now)
             return
         self._gone_by_s = now + takeover_s / 4
-        self._workers.ask_to_leave("this node has lost etcd")
+        self._workers.announced.ask_to_leave("this node has lost etcd")
 
     def _excuse(self, contact_s: float, now: float) -> None:
         """Once per contact: calls to an unreachable etcd also block the thread."""
@@ -334,7 +333,7 @@ class Permission:
 
     def _is_excluded(self) -> bool:
         """Whether the job continues without this node, or has ended."""
-        node, world = self._at.status.node, self._at.status.world.world
+        node, world = self._at.status.node, self._at.status.world
         if self._at.status.done is not None:
             return True
         return (
@@ -476,7 +475,7 @@ class StoreEvents:
             case Put(entry) if entry.key == keys.leader:
                 self._succession.learn(entry)
             case Put(entry) if entry.key == keys.world:
-                self.learn_world(entry)
+                status.read_world(entry, self._at.clock.monotonic())
             case Put(entry) if entry.key == keys.done:
                 record_end(self._at, decode(Done, entry.key, entry.value))
             case Put(entry):
@@ -484,7 +483,7 @@ class StoreEvents:
             case Deleted(key, revision) if key == keys.leader:
                 self._succession.learn_absent(revision)
             case Deleted(key, revision) if key == keys.world:
-                if revision > status.world.mod_revision:
+                if revision > status.world_entry.mod_revision:
                     status.set_world_revision(0)
             case Disconnected(error):
                 self.report(StoreUnreachable(error), "training continues; reconnecting")
@@ -513,23 +512,15 @@ class StoreEvents:
         if (done := entries.get(keys.done)) is not None:
             record_end(self._at, decode(Done, done.key, done.value))
         if (world := entries.get(keys.world)) is not None:
-            self.learn_world(world)
+            status.read_world(world, self._at.clock.monotonic())
         else:
             status.set_world_revision(0)
-
-    def learn_world(self, entry: Entry) -> None:
-        """The world as read by this node."""
-        self._at.status.learn_world(entry, self._at.clock.monotonic())
-
-    def learn_pushed(self, record: bytes) -> None:
-        """The leader's world, ahead of the watch."""
-        self._at.status.learn_pushed(record, self._at.clock.monotonic())
 
     # ── failures ─────────────────────────────────────────────────────────────────────────
 
     def on_broken_record(self, error: RecordError) -> bool:
         """A record is invalid. Returns whether the node continues, and retries."""
-        if self._at.status.node.running is None and self._at.status.world.world is None:
+        if self._at.status.node.running is None and self._at.status.world is None:
             self._at.status.fail(error)  # a joining node cannot handle it in a meaningful way
             return False
         self.report(error, "training continues")
@@ -580,7 +571,7 @@ class NodeLoop:
         status, options, secret = context.status, context.options, context.secret
         node = status.node
         self._heartbeats = Heartbeats(node.node_id, context.clock)
-        self._liveness = LivenessServer(
+        self.liveness = LivenessServer(
             node.address,
             self._liveness_callbacks(),
             credentials=Credentials(
@@ -589,7 +580,7 @@ class NodeLoop:
             limits=replace(LIMITS, silence_s=peer_silence_s(options.lease_s)),
             clock=context.clock,
         )
-        self.succession = Succession(self._at, self._liveness)
+        self.succession = Succession(self._at, self.liveness)
         self.supervisor = WorkerSupervisor(self._at, oom_kills, metrics)
         self.registration = Registration(self._at, self.supervisor.register_again)
         self._replica_wait = ReplicaWait(self._at)
@@ -599,8 +590,8 @@ class NodeLoop:
         if (workers := self.supervisor.workers) is not None:
             self._unannounced_leave = UnannouncedLeave(
                 self._at,
-                lambda: workers.world,
-                workers.ask_to_leave,
+                lambda: workers.announced.current,
+                workers.announced.ask_to_leave,
                 lambda: self.isolation.watch_is_cut or bool(status.store_problem),
             )
         self._progress = ProgressWriter(
@@ -625,7 +616,7 @@ class NodeLoop:
         self._thread = threading.Thread(target=self._run, name="elastic-node", daemon=True)
 
     def _liveness_callbacks(self) -> LivenessCallbacks:
-        post = self.post
+        post = self._at.post
         return LivenessCallbacks(
             on_opened=lambda node_id, is_leader: post(ConnectionOpened(node_id, is_leader)),
             on_closed=lambda node_id, was_leader: post(ConnectionClosed(node_id, was_leader)),
@@ -638,10 +629,6 @@ class NodeLoop:
             on_error=self._at.status.fail,
         )
 
-    @property
-    def liveness_port(self) -> int:
-        return self._liveness.port
-
     def node_states(self) -> Mapping[NodeState, int] | None:
         """The number of nodes in each state, if this one leads. From any thread, without a lock."""
         term = self.succession.term
@@ -652,22 +639,18 @@ class NodeLoop:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        self._liveness.start()
+        self.liveness.start()
         self.supervisor.start()
         self._progress.start()
         self._watch = watch_job(self._at)
         self._thread.start()
 
-    def post(self, message: object) -> None:
-        """Put a message into the inbox, from any thread or a signal handler."""
-        self._at.post(message)
-
     def close(self) -> None:
         """Resign, delete the node's key, end the lease, join. Idempotent."""
-        self.post(Close())
+        self._at.post(Close())
         if self._thread.is_alive():
             self._thread.join()
-        self._liveness.close()
+        self.liveness.close()
         self._progress.close()
         self.supervisor.close()
         self.succession.join_threads()
@@ -692,7 +675,7 @@ class NodeLoop:
         if self._close_by_s is None:
             return False
         status, node = self._at.status, self._at.status.node
-        world = status.world.world
+        world = status.world
         return (
             node.state not in (NodeState.LEAVING, NodeState.FAILED)
             or world is None
@@ -706,12 +689,12 @@ class NodeLoop:
     def _turn(self) -> None:
         for message in self._take():
             self._guarded(lambda message=message: self._handle(message))  # type: ignore[misc]
-            self.supervisor.learn(self._at.status.world.world)
+            self.supervisor.announce(self._at.status.world)
         if self._guarded(self._duties):
             self._at.status.store_problem = None
-        self.supervisor.learn(self._at.status.world.world)
+        self.supervisor.announce(self._at.status.world)
         self.permission.renew(self.registration.current_lease)
-        self._heartbeats.send_if_due(self.supervisor.heartbeat, self._liveness.report)
+        self._heartbeats.send_if_due(self.supervisor.heartbeat, self.liveness.report)
         self.isolation.check()
         if self._unannounced_leave is not None:
             self._unannounced_leave.check()
@@ -743,7 +726,7 @@ class NodeLoop:
                 self.store_events.handle(event)
             case NodesEvent():
                 if term is not None:
-                    term.on_nodes(message, self._at.status.world.world)
+                    term.on_nodes(message, self._at.status.world)
             case Probed():
                 if term is not None:
                     term.on_probed(message)
@@ -752,13 +735,13 @@ class NodeLoop:
             case ConnectionClosed(node_id, was_leader, fell_silent):
                 self.succession.on_connection_closed(node_id, was_leader, fell_silent=fell_silent)
             case ConnectionDropped(node_id):
-                self.succession.on_connection_dropped(node_id)
+                self.succession.connections.dropped(node_id)
             case LeaderProbed():
                 self.succession.on_probed(message, reaches_store=self.isolation.reaches_store)
             case WorkersStart():
                 self.supervisor.forget_workers()
             case PushedWorld(record):
-                self.store_events.learn_pushed(record)
+                self._at.status.read_pushed_world(record, self._at.clock.monotonic())
             case ChangeNode(change):
                 self._at.status.change_node(change)
                 self.registration.expire()
@@ -808,7 +791,7 @@ class NodeLoop:
 
     def _judge(self) -> None:
         if (term := self.succession.term) is not None and self._at.status.done is None:
-            term.judge(self._at.status.world)
+            term.judge(self._at.status.world_entry)
 
     def _lead(self) -> None:
         term = self.succession.term
@@ -818,7 +801,7 @@ class NodeLoop:
             self._end_read_in = term
         if term is None or self._at.status.done is not None:
             return
-        written, again_s = term.lead(self._at.status.world, self._at.status.done)
+        written, again_s = term.lead(self._at.status.world_entry, self._at.status.done)
         self._next_wake_s = min(self._next_wake_s, again_s)
         if isinstance(written, WorldEntry):
             self._at.status.set_world(written)
@@ -827,7 +810,7 @@ class NodeLoop:
 
     def _register(self) -> None:
         if (world := self.registration.write()) is not None:
-            self.store_events.learn_world(world)
+            self._at.status.read_world(world, self._at.clock.monotonic())
 
     def _end(self) -> None:
         """Leave the store gracefully: best effort; otherwise the lease expires."""
@@ -880,7 +863,7 @@ class WorldWait:
                 status.raise_if_over()
                 if not self._loop.alive:
                     raise CoordinationError("this node's service was closed while it waited")
-                world = status.world.world
+                world = status.world
                 if world is not None and self.is_for_us(world):
                     return world
                 now = self._clock.monotonic()
@@ -894,7 +877,7 @@ class WorldWait:
                     return None
                 ask_at_s = now + ASK_MEMBERS_S
             with status.changed:
-                if status.world.world is world:
+                if status.world is world:
                     status.changed.wait(min(MAIN_THREAD_SLICE_S, max(0.0, deadline - now)))
 
     def is_for_us(self, world: WorldRecord) -> bool:
@@ -1013,12 +996,13 @@ class NodeService:
         self._at = context
         self._journal = context.journal
         self._oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
-        self._status = context.status
+        self.status = context.status
         self.loop = NodeLoop(
             context, oom_kills=self._oom_kills, last_contact_s=last_contact_s, metrics=metrics
         )
-        self._readings = NodeReadings(
-            status=self._status,
+        self.supervisor = self.loop.supervisor
+        self.readings = NodeReadings(
+            status=self.status,
             metrics=metrics if metrics is not None else NodeMetrics(context.clock),
             node_states=self.loop.node_states,
             etcd_contact_age_s=lambda: (
@@ -1029,31 +1013,26 @@ class NodeService:
 
     @property
     def node_id(self) -> str:
-        return self._status.node.node_id
+        return self.status.node.node_id
 
     @property
     def member(self) -> Member:
         """This node as a member of a world."""
-        return self._status.node.as_member()
-
-    @property
-    def running(self) -> WorldRecord | None:
-        """The world that this node's workers run."""
-        return self._status.running
+        return self.status.node.as_member()
 
     @property
     def announced_world(self) -> WorldRecord | None:
         """The newest world with this node that was announced to its workers: they run it, or are
         about to."""
-        return self._status.announced_world or self._status.running
+        return self.status.announced_world or self.status.running
 
     def before_announcing(self, act: Callable[[], object]) -> None:
         """Call ``act`` before a new world is announced to workers, on the node's thread."""
-        self._status.before_announcing = act
+        self.status.before_announcing = act
 
     def position(self) -> dict[str, int | None]:
         """The generation that this node's workers run, and the step that they have reported."""
-        running, step_rate = self._status.node.running, self._status.step_rate
+        running, step_rate = self.status.node.running, self.status.step_rate
         return {
             "generation": running.generation if running is not None else None,
             "step": step_rate.step if step_rate is not None else None,
@@ -1064,14 +1043,14 @@ class NodeService:
 
         None: those of the world that runs without this node.
         """
-        world = world if world is not None else self._status.world.world
+        world = world if world is not None else self.status.world
         members = world.members if world is not None else ()
         return tuple(m.liveness_host for m in members if m.node_id != self.node_id)
 
     def start(self) -> None:
         """Listen and begin to learn; the node registers with its first arrival."""
-        port = self.loop.liveness_port
-        self._status.change_node(lambda node: replace(node, liveness_port=port))
+        port = self.loop.liveness.port
+        self.status.change_node(lambda node: replace(node, liveness_port=port))
         self.loop.start()
 
     def arrive(
@@ -1089,10 +1068,10 @@ class NodeService:
             NodeRefused: this node is incompatible with the job.
             CoordinationError: the store cannot be read.
         """
-        node = self._status.node
+        node = self.status.node
         if node.running is None:
             refuse_if_incompatible(self._at.store, self._at.keys, replace(node, nproc=nproc))
-        self._status.stopping = True  # until new workers are started
+        self.status.stopping = True  # until new workers are started
         after = node.running.generation if node.running else node.arrived_for
         is_oom_kill = failure_exit_code == -signal.SIGKILL and (
             node.failure_is_oom_kill or self._oom_kills.has_killed()
@@ -1121,27 +1100,14 @@ class NodeService:
                 # A worker without an error file, as after sys.exit(), has announced its error.
                 failure=failure if failure_exit_code is None else failure or node.failure,
                 failure_exit_code=failure_exit_code,
-                failure_step=self._status.failure_step if failure_exit_code is not None else None,
+                failure_step=self.status.failure_step if failure_exit_code is not None else None,
                 failure_is_oom_kill=is_oom_kill,
                 failure_kernel_log=node.failure_kernel_log or kernel_log,
             )
         )
         # After the change: while the node still counts as running its last world, the next one
         # without it would be announced to the workers that are started now.
-        self.loop.post(WorkersStart())
-
-    def wait_for_world(self) -> WorldRecord | None:
-        """Block until this node is in a world that it has not run yet.
-
-        None: the job runs without this node and changes worlds without a restart: workers are
-        to be started now, and join when they are ready.
-
-        Raises:
-            JoinTimeout: none within ``join_timeout_s``, and no healthy world that is full.
-            JobFailed, BudgetSpent: the job has ended without success.
-            JobSucceeded: it has ended with success.
-        """
-        return self.world_wait.run()
+        self._at.post(WorkersStart())
 
     def warm_up(self) -> None:
         """The main thread starts workers that are in no world yet."""
@@ -1150,9 +1116,9 @@ class NodeService:
 
     def _begin_start(self) -> None:
         """torchrun is about to start the workers: called before the node's state changes."""
-        self._status.starts += 1
-        self._status.stopping = False
-        self._status.failure_step = None
+        self.status.starts += 1
+        self.status.stopping = False
+        self.status.failure_step = None
         self._oom_kills.mark()
         self._at.kernel_log.mark()
 
@@ -1166,7 +1132,7 @@ class NodeService:
                 size=world.size,
                 waited_s=waited_s,
             ),
-            level=logging.DEBUG if self._status.starts > 1 else logging.INFO,
+            level=logging.DEBUG if self.status.starts > 1 else logging.INFO,
         )
         self.change(
             lambda node: replace(
@@ -1184,11 +1150,11 @@ class NodeService:
     def newer_world(self) -> bool:
         """Whether the workers of this node run a world that is no longer the newest.
 
-        Raises like :meth:`wait_for_world` once the job has failed.
+        Raises like :meth:`WorldWait.run` once the job has failed.
         """
-        with self._status.changed:
-            self._status.raise_if_failed()
-            entry, node = self._status.world, self._status.node
+        with self.status.changed:
+            self.status.raise_if_failed()
+            entry, node = self.status.world_entry, self.status.node
         world, running = entry.world, node.running
         if world is None:
             return False
@@ -1199,22 +1165,9 @@ class NodeService:
             restarts = running is not None and world.generation > running.generation
             # (Its workers wait for the rest of a replica, and it was taken into a first world.)
             restarts |= bool(node.replica_start) and self.world_wait.is_for_us(world)
-        restarts = restarts or self._status.replica_is_lost
-        self._status.stopping = self._status.stopping or restarts
+        restarts = restarts or self.status.replica_is_lost
+        self.status.stopping = self.status.stopping or restarts
         return restarts
-
-    @property
-    def link_path(self) -> str:
-        """The unix socket for this node's workers; empty in restart mode."""
-        return self.loop.supervisor.link_path
-
-    def write_link_key(self) -> None:
-        """Write the key of the link to the file that starting workers read."""
-        self.loop.supervisor.write_link_key()
-
-    def supervise(self, workers: Iterable[Supervised]) -> None:
-        """Set the processes that torchrun supervises, for the detection of hangs."""
-        self.loop.supervisor.supervise(workers)
 
     def on_permission(self, permit: Callable[[float], object]) -> None:
         """Call ``permit`` with the end of the workers' permission whenever it is extended."""
@@ -1224,70 +1177,59 @@ class NodeService:
         """Whether a single worker that dies from now on can be replaced."""
         # A death ends the collectives of all workers of a replica: if a replica takes several
         # nodes, the siblings have no state to keep.
-        self._status.can_replace = is_allowed and self._status.node.nodes_per_replica == 1
+        self.status.can_replace = is_allowed and self.status.node.nodes_per_replica == 1
 
     @property
     def is_replacing(self) -> bool:
         """Whether workers have died and their replacements are not ready yet."""
-        return bool(self._status.to_replace)
+        return bool(self.status.to_replace)
 
     def is_to_be_replaced(self, pid: int) -> bool | None:
         """Whether this failed worker is to be replaced while its siblings keep their processes.
 
         None: the node's thread has not decided it yet.
         """
-        return self._status.is_to_be_replaced(pid)
+        return self.status.is_to_be_replaced(pid)
 
     def replacement_started(self, pid: int) -> None:
         """A process was started in the place of a dead worker."""
-        self._status.unconnected.add(pid)
+        self.status.unconnected.add(pid)
 
     def replacement_ended(self, pid: int, local_rank: int, exit_code: int) -> None:
         """Notify the node's thread that a worker has ended, unless the link has noticed it."""
-        if pid in self._status.unconnected:
-            self.loop.post(ReplacementEnded(pid, local_rank, exit_code))
-
-    @property
-    def workers_have_joined(self) -> bool:
-        """Whether a worker has called elastic.join(), in this start of workers or an earlier one.
-        Not known in restart mode."""
-        return self._status.workers_joined
+        if pid in self.status.unconnected:
+            self._at.post(ReplacementEnded(pid, local_rank, exit_code))
 
     @property
     def has_first_rank(self) -> bool:
         """Whether rank 0 of the current world is one of this node's workers."""
-        running = self._status.running
+        running = self.status.running
         return running is not None and running.node_ids[:1] == (self.node_id,)
 
     @property
     def can_leave_gracefully(self) -> bool:
         """Whether the workers can be asked to leave at a step boundary."""
-        return self._status.node.in_process and self._status.node.running is not None
+        return self.status.node.in_process and self.status.node.running is not None
 
     @property
     def has_left(self) -> bool:
         """Whether the workers have left the job, after :meth:`leave`."""
-        return self._status.workers_left
+        return self.status.workers_left
 
     def expect_end_of_workers(self) -> None:
         """The workers are about to be ended deliberately: that is not a failure."""
-        self._status.stopping = True
+        self.status.stopping = True
 
     @property
     def job_is_done(self) -> bool:
         """Whether the job has ended with success."""
-        return self._status.done is not None and self._status.done.exit_code == 0
+        return self.status.done is not None and self.status.done.exit_code == 0
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
         """Let the others continue without this node. Safe in a signal handler."""
         state = NodeState.FAILED if failed else NodeState.LEAVING
-        self.loop.post(ChangeNode(lambda node: replace(node, state=state)))
+        self._at.post(ChangeNode(lambda node: replace(node, state=state)))
         self._journal.emit(NodeLeaving(reason=reason))
-
-    @property
-    def done(self) -> Done | None:
-        """How the job has ended."""
-        return self._status.done
 
     def finished(self) -> None:
         """This node's workers succeeded."""
@@ -1297,10 +1239,10 @@ class NodeService:
         """This node's workers succeeded: wait until those of every live member have.
 
         None if the store was unreachable for ``patience_s``, or is full: the outcome is unknown,
-        and :attr:`store_problem` says why.
+        and :attr:`NodeStatus.store_problem` says why.
         """
         self.finished()
-        status, problem_since_s = self._status, None
+        status, problem_since_s = self.status, None
         # A full store does not recover by itself. (Its last answer may precede this node's end.)
         when_full_s = FINISH_WHEN_FULL_S if math.isfinite(patience_s) else patience_s
         with status.changed:
@@ -1317,32 +1259,14 @@ class NodeService:
             return status.done
 
     @property
-    def store_problem(self) -> ElasticError | None:
-        """Why the store cannot be used now, if it cannot."""
-        return self._status.store_problem
-
-    def heartbeat(self) -> None:
-        """torchrun's main thread makes progress."""
-        self._status.watchdog.heartbeat()
-
-    @property
-    def readings(self) -> NodeReadings:
-        """The data from which metrics are read."""
-        return self._readings
-
-    @property
     def probes(self) -> Routes:
         """The responses of ``/livez``, ``/readyz`` and ``/metrics``."""
-        probes = routes_of(self._status, self._at.options.hung_after_s)
+        probes = routes_of(self.status, self._at.options.hung_after_s)
         return {**probes, "/metrics": self._metrics_page}
 
     def _metrics_page(self) -> MetricsPage:
-        run_id, node = self._at.keys.run_id, self._status.node.name
-        return exporters.render(self._readings, run_id=run_id, node=node)
-
-    def fail(self, error: BaseException) -> None:
-        """End this node with ``error``: a thread that it needs has died."""
-        self._status.fail(error)
+        run_id, node = self._at.keys.run_id, self.status.node.name
+        return exporters.render(self.readings, run_id=run_id, node=node)
 
     def close(self) -> None:
         """Leave the store gracefully: resign, delete the key, end the lease. Idempotent."""
@@ -1352,8 +1276,8 @@ class NodeService:
 
     def park(self, leaving: Leaving) -> None:
         """After :meth:`close`, if the job has ended: keep running until SIGTERM."""
-        if self._status.done is not None:
-            park(self._status, self._status.done, leaving, self._journal, self._at.clock)
+        if self.status.done is not None:
+            park(self.status, self.status.done, leaving, self._journal, self._at.clock)
 
     def change(self, change: Callable[[Node], Node]) -> None:
         """Change the node's record immediately, as seen by this thread, and publish it."""

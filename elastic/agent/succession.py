@@ -156,7 +156,7 @@ class Succession:
         # A leaving node campaigns, too: the last one to leave must write that into a world.
         node = self._at.status.node
         if not may_campaign(
-            self._at.status.world.world,
+            self._at.status.world,
             node.node_id,
             absent_for_s=now - self._absent_since_s,
             patience_s=2 * self._at.options.lease_s,
@@ -190,7 +190,7 @@ class Succession:
     def _begin_term(self) -> None:
         self.end_term()
         self.term = Leadership(self._at, self._liveness.announce, self.connections)
-        world = self._at.status.world.world
+        world = self._at.status.world
         if world is not None:  # for followers that are cut off from the store
             self._liveness.announce(encode(world))
 
@@ -202,7 +202,7 @@ class Succession:
 
     def _hand_over_if_outside(self, term: Leadership) -> None:
         """A leader outside the world hands over leadership to a member."""
-        world, entry = self._at.status.world.world, self._entry
+        world, entry = self._at.status.world, self._entry
         if world is None or entry is None or self._my_id in world.node_ids:
             return
         self._hand_over(term, entry, filter(term.roster.is_alive, world.node_ids))
@@ -210,7 +210,7 @@ class Succession:
     def _hand_over_if_cut_off(self, term: Leadership, now: float) -> None:
         """If most members of a broken world do not respond to the leader, although they renew their
         leases, the leader is cut off: it cannot form a world, but one of them may."""
-        world, entry = self._at.status.world.world, self._entry
+        world, entry = self._at.status.world, self._entry
         if world is None or entry is None or self._my_id not in world.node_ids:
             return
         if not term.roster.has_failure_reports:
@@ -246,10 +246,6 @@ class Succession:
         if self.term is not None and not is_leader:
             self.term.on_opened(node_id)
 
-    def on_connection_dropped(self, node_id: str) -> None:
-        """This node gave up its connection to a former leader."""
-        self.connections.dropped(node_id)
-
     def on_connection_closed(
         self, node_id: str, was_leader: bool, *, fell_silent: bool = False
     ) -> None:
@@ -272,7 +268,7 @@ class Succession:
         self._probing.start()
 
     def _probe(self, entry: LeaderEntry) -> None:
-        leader, world = entry.leader, self._at.status.world.world
+        leader, world = entry.leader, self._at.status.world
         members = world.members if world is not None else ()
         process = next((m.process for m in members if m.node_id == leader.node_id), None)
         if process is not None and proved_gone(process, self._at.status.node.process):

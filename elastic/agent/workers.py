@@ -31,6 +31,7 @@ from elastic.errors import CoordinationError, NodeRefused, RecordError
 from elastic.hangs.watch import Supervised
 from elastic.link.link import (
     IN_STEP,
+    Assignment,
     ClientHandshakeRequest,
     CollectiveFailure,
     CountEvents,
@@ -41,6 +42,7 @@ from elastic.link.link import (
     FolderAnswer,
     FolderAsk,
     Heartbeat,
+    Leave,
     Left,
     LinkServer,
     LocalReplicas,
@@ -59,7 +61,6 @@ from elastic.link.link import (
     StepReport,
     Worker,
     WorkerDeath,
-    WorldMessage,
 )
 from elastic.membership.decision import listed
 from elastic.membership.failures import HANG
@@ -89,11 +90,8 @@ from elastic.tuning.intervals import (
 )
 from elastic.wire.messages import (
     NodeReplica,
-    RankAssignment,
     ReplicaSeat,
-    WorldSpec,
     WorldState,
-    derive,
 )
 
 # The ranks of a replica on one node meet once all of them are in elastic.join(): in milliseconds;
@@ -115,33 +113,37 @@ MAX_COUNTED_S = 2 * NODE_IDLE_S
 IN_PROCESS = "in-process"
 
 
-def world_message(at: NodeContext, world: WorldRecord, worker: Worker) -> WorldMessage:
-    """The world and the worker's place in it; without a place, the process has to end."""
-    node = at.status.node
+def assign(at: NodeContext, world: WorldRecord, worker: Worker) -> Assignment | Leave:
+    """The world as this worker receives it; without a place in it, the process has to end."""
+    node, running = at.status.node, at.status.running
+    nodes_leaving = len(running.id_set - world.id_set) if running is not None else 0
     # A world of the other mode is entered by a restart, which ends these processes.
-    runs_it = node.running is not None and node.running.generation == world.generation
-    is_member = node.node_id in world.node_ids and (world.mode == IN_PROCESS or runs_it)
-    return WorldMessage(
-        world=derive(WorldSpec, world),
-        assignment=_assignment(world, node, worker) if is_member else None,
-        node_rank=world.node_ids.index(node.node_id) if is_member else 0,
-        nodes=len(world.members),
-        nodes_leaving=_nodes_leaving(at.status.running, world),
-        store_key=at.secret.key(STORE).text,
-        store_tls=at.tls.files if at.tls is not None else None,
-    )
-
-
-def _nodes_leaving(running: WorldRecord | None, world: WorldRecord) -> int:
-    return len(running.id_set - world.id_set) if running is not None else 0
-
-
-def _assignment(world: WorldRecord, node: Node, worker: Worker) -> RankAssignment:
-    return RankAssignment(
+    runs_it = running is not None and running.generation == world.generation
+    if node.node_id not in world.node_ids or not (world.mode == IN_PROCESS or runs_it):
+        return Leave(
+            generation=world.generation,
+            nodes=len(world.members),
+            nodes_leaving=nodes_leaving,
+            switch_at_step=world.switch_at_step,
+        )
+    return Assignment(
+        generation=world.generation,
+        nonce=world.nonce,
+        lineage=world.lineage,
         rank=world.first_rank_of(node.node_id) + worker.local_rank,
         size=world.size,
         local_rank=worker.local_rank,
         local_size=node.nproc,
+        node_rank=world.node_ids.index(node.node_id),
+        nodes=len(world.members),
+        nodes_leaving=nodes_leaving,
+        store_host=world.store_host,
+        store_port=world.store_port,
+        store_key=at.secret.key(STORE).text,
+        store_tls=at.tls.files if at.tls is not None else None,
+        switch_at_step=world.switch_at_step,
+        state=world.state,
+        committed_step=world.committed_step,
     )
 
 
@@ -182,8 +184,8 @@ class AnnouncedWorlds:
         elif running is not None:
             self._send(running, worker)
 
-    def learn(self, world: WorldRecord | None) -> None:
-        """The newest world: announce it if it concerns workers that need no restart."""
+    def announce(self, world: WorldRecord | None) -> None:
+        """Announce the newest world, once, if it concerns workers that need no restart."""
         node = self._at.status.node
         if world is None or not node.in_process:
             return
@@ -225,7 +227,7 @@ class AnnouncedWorlds:
 
     def _send(self, world: WorldRecord, to: Worker | None) -> None:
         for worker in self._server.workers() if to is None else (to,):
-            self._server.send(world_message(self._at, world, worker), worker)
+            self._server.send(assign(self._at, world, worker), worker)
 
 
 # ----------------------------------------------------------------------------
@@ -263,7 +265,7 @@ class FailureReporter:
         if report is None:
             return
         key = self._at.keys.failure_report(self._at.status.node.node_id)
-        newest = self._at.status.world.world
+        newest = self._at.status.world
         is_answered = newest is not None and newest.generation > report.generation
         if is_answered and newest is not None and newest.switch_at_step is None:
             if self._is_written:
@@ -499,7 +501,8 @@ class ReplicaMeetings:
             nonce = secrets.token_hex(8)
             for one in workers:
                 self._known.meeting_left_s[one.pid] = _time_to_meet_s(request)
-                self._server.send(ReplicaMeet(nonce=nonce, rank=one.local_rank % size), one)
+                meeting = ReplicaMeet(nonce=nonce, rank=one.local_rank % size, size=size)
+                self._server.send(meeting, one)
         elif (running := self._at.status.running) is not None:
             self._meet_in_world(running)
         else:
@@ -545,8 +548,9 @@ class ReplicaMeetings:
             meeting = ReplicaMeet(
                 nonce=nonce,
                 rank=first_rank + worker.local_rank,
-                host=host,
-                port=port,
+                size=len(node_ids) * node.nproc,
+                store_host=host,
+                store_port=port,
                 store_key=self._at.secret.key(STORE).text,
                 store_tls=self._at.tls.files if self._at.tls is not None else None,
             )
@@ -902,52 +906,24 @@ class Workers:
         self._at = context
         self._metrics = metrics if metrics is not None else NodeMetrics(context.clock)
         oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
-        self._server = make_server(
+        self.server = make_server(
             on_message=lambda worker, message: context.post(LinkEvent(worker, message)),
             on_death=lambda worker, death: context.post(WorkerEnded(worker, death)),
             on_error=context.status.fail,
         )
-        self._known = KnownWorkers(self._server)
-        self._announced = AnnouncedWorlds(context, self._server)
-        self._deaths = WorkerDeaths(context, self._known, self._announced, oom_kills)
-        self.replicas = ReplicaMeetings(context, self._known, self._server)
-        self.readiness = Readiness(context, self._known, self._server)
+        self._known = KnownWorkers(self.server)
+        self.announced = AnnouncedWorlds(context, self.server)
+        self.deaths = WorkerDeaths(context, self._known, self.announced, oom_kills)
+        self.replicas = ReplicaMeetings(context, self._known, self.server)
+        self.readiness = Readiness(context, self._known, self.server)
         self.reporter = FailureReporter(context)
         self._permit: Permit | None = None  # the last one
-
-    @property
-    def path(self) -> str:
-        """Of the socket: ``ELASTIC_LINK`` in the workers' environment."""
-        return self._server.path
-
-    def start(self) -> None:
-        self._server.start()
-
-    def keep_key(self) -> None:
-        """Write the link's key to the file that starting workers read. From any thread."""
-        self._server.keep_key()
-
-    def close(self) -> None:
-        self._server.close()
-
-    @property
-    def world(self) -> WorldRecord | None:
-        """The newest world that was announced to them."""
-        return self._announced.current
-
-    def ask_for_flights(self) -> None:
-        """Request the workers' flight recorder traces, for the report of a hang."""
-        self._server.send(FlightAsk())
-
-    def profile(self, request: Profile) -> None:
-        """Request profiles of their next steps."""
-        self._server.send(ProfileSteps(request.steps, request.ranks))
 
     # ── messages from workers ────────────────────────────────────────────────────────────
 
     def on_message(self, worker: Worker, message: Message) -> None:
         """A message from the link."""
-        world = self._at.status.world.world
+        world = self._at.status.world
         self._metrics.on_worker_message(worker.pid, worker.local_rank, message, world)
         if worker.pid in self._known.ended:
             return  # sent before this agent killed it
@@ -978,13 +954,13 @@ class Workers:
                     self._at.status.note_workers_left()
             case SigtermAsk():
                 leaving = self._node.state is NodeState.LEAVING and not self._at.status.stopping
-                self._server.send(SigtermAnswer(leaving=leaving), worker)
+                self.server.send(SigtermAnswer(leaving=leaving), worker)
             case FolderAsk(folder=folder):
                 # If etcd does not answer, this raises an error, and the worker asks again.
                 agreed = self._at.job_folder.agree(self._at.store, self._at.keys, folder)
-                self._server.send(FolderAnswer(folder=agreed), worker)
+                self.server.send(FolderAnswer(folder=agreed), worker)
             case Exiting():
-                self._deaths.on_exit_notice(worker, message)
+                self.deaths.on_exit_notice(worker, message)
             case _:
                 pass
 
@@ -995,12 +971,12 @@ class Workers:
     def _welcome(self, worker: Worker) -> None:
         """The message to a worker that has just connected."""
         if self._permit is not None:
-            self._server.send(self._permit, worker)
+            self.server.send(self._permit, worker)
         if self._at.options.straggler_action != "off":
-            self._server.send(MeasureSteps(window_s=self._at.options.straggler_window_s), worker)
+            self.server.send(MeasureSteps(window_s=self._at.options.straggler_window_s), worker)
         if self._metrics.collects_worker_events:
-            self._server.send(CountEvents(), worker)
-        self._announced.welcome(worker)
+            self.server.send(CountEvents(), worker)
+        self.announced.welcome(worker)
 
     def _on_ready(self, worker: Worker, max_ranks: int) -> None:
         self._known.ready.add(worker.pid)
@@ -1033,7 +1009,7 @@ class Workers:
         count = sum(entered.get(pid) == generation for pid in self._known.present)
         if count < self._node.nproc:
             return
-        world = self._announced.newest
+        world = self.announced.newest
         if world is None or world.generation != generation:
             return
         self._at.journal.emit(
@@ -1061,7 +1037,7 @@ class Workers:
 
     def _on_failure(self, worker: Worker, failure: CollectiveFailure) -> None:
         generation, error = failure.generation, failure.error
-        newest = self._announced.current
+        newest = self.announced.current
         if newest is not None and generation < newest.generation and not newest.switch_at_step:
             return  # already handled
         if self.reporter.has_reported(generation):
@@ -1084,45 +1060,33 @@ class Workers:
         """A worker is about to be ended."""
         self._known.hung[pid] = reason
 
-    def is_unkillable(self, pid: int, reason: str) -> None:
-        """A worker still exists although it was killed."""
-        self._deaths.on_unkillable(pid, reason)
-
     def world_is_hung(self, generation: int, reason: str) -> None:
         """The workers wait for each other, and all are alive: the same ranks form another world."""
-        if self.world is None or self.world.generation > generation:
-            return
-        self.reporter.report(generation, reason)
+        world = self.announced.current
+        if world is not None and world.generation <= generation:
+            self.reporter.report(generation, reason)
 
     # ── ended workers ────────────────────────────────────────────────────────────────────
 
     def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
         """A process has ended."""
         self._metrics.on_worker_ended(worker.pid)
-        self._deaths.on_ended(worker, death)
+        self.deaths.on_ended(worker, death)
         self._at.status.undecided.discard(worker.pid)
 
     def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
         """Handle the end of a replacement that had not connected when torchrun polled it."""
         status = self._at.status
         if ended.pid not in self._known.starts and ended.pid not in status.to_replace:
-            self._deaths.on_ended_unconnected(ended)
+            self.deaths.on_ended_unconnected(ended)
         status.unconnected.discard(ended.pid)
 
     # ── messages to workers ──────────────────────────────────────────────────────────────
 
-    def learn(self, world: WorldRecord | None) -> None:
-        """The newest world: announce it if it concerns workers that need no restart."""
-        self._announced.learn(world)
-
-    def ask_to_leave(self, reason: str) -> None:
-        """Ask all workers to leave at their next boundary and save, as a job's last ones do."""
-        self._announced.ask_to_leave(reason)
-
     def forget(self) -> None:
         """The workers are restarted."""
         self._known.forget()
-        self._announced.forget()
+        self.announced.forget()
         self.replicas.forget()
         self._at.status.workers_left = False
         self._at.status.to_replace.clear()
@@ -1132,12 +1096,12 @@ class Workers:
     def permit(self, until_s: float) -> None:
         """Permit the workers to train until ``until_s`` of this machine's boot time."""
         self._permit = Permit(until_s=until_s)
-        self._server.send(self._permit)
+        self.server.send(self._permit)
 
     @property
     def are_all_connected(self) -> bool:
         """Whether every worker of this node has a link, and so respects its permission."""
-        return len(self._server.workers()) >= self._node.nproc > 0
+        return len(self.server.workers()) >= self._node.nproc > 0
 
 
 # ----------------------------------------------------------------------------
@@ -1167,17 +1131,17 @@ class WorkerSupervisor:
     @property
     def link_path(self) -> str:
         """The path of the workers' link; empty in restart mode."""
-        return self.workers.path if self.workers is not None else ""
+        return self.workers.server.path if self.workers is not None else ""
 
     @property
     def checkpoint_step(self) -> int | None:
         """The step of the last checkpoint that a worker of this node has reported as committed."""
-        return self._hangs.checkpoint_step if self._hangs is not None else None
+        return self._hangs.watch.checkpoint_step if self._hangs is not None else None
 
     @property
     def planned_steps(self) -> int | None:
         """The number of steps of the entire job, as reported by a worker of this node."""
-        return self._hangs.planned_steps if self._hangs is not None else None
+        return self._hangs.watch.planned_steps if self._hangs is not None else None
 
     @property
     def heartbeat(self) -> NodeHeartbeat:
@@ -1192,24 +1156,24 @@ class WorkerSupervisor:
     def write_link_key(self) -> None:
         """Workers are about to start. From any thread."""
         if self.workers is not None:
-            self.workers.keep_key()
+            self.workers.server.keep_key()
 
     def supervise(self, workers: Iterable[Supervised]) -> None:
         """The processes that torchrun supervises. From its thread."""
         if self._hangs is not None:
-            self._hangs.supervise(workers)
+            self._hangs.watch.supervise(tuple(workers))
 
     def start(self) -> None:
         if self.workers is not None:
-            self.workers.start()
+            self.workers.server.start()
         if self._hangs is not None:
-            self._hangs.start()
+            self._hangs.watch.start()
 
     def close(self) -> None:
         if self._hangs is not None:
-            self._hangs.close()
+            self._hangs.watch.close()
         if self.workers is not None:
-            self.workers.close()
+            self.workers.server.close()
 
     def check(self) -> None:
         """Called on every iteration of the node's thread."""
@@ -1224,7 +1188,7 @@ class WorkerSupervisor:
             case WorkerEnded(worker, death):
                 self._step_times.on_ended(worker.pid)
                 if self._hangs is not None:
-                    self._hangs.on_ended(worker.pid)
+                    self._hangs.watch.remove(worker.pid)
                 if self.workers is not None:
                     self.workers.on_ended(worker, death)
             case ReplacementEnded():
@@ -1234,7 +1198,7 @@ class WorkerSupervisor:
                 if self._hangs is not None:
                     self._hangs.on_quiet(message)
                 if message.ranks and self.workers is not None:
-                    self.workers.ask_for_flights()
+                    self.workers.server.send(FlightAsk())
             case StacksTaken():
                 if self._hangs is not None:
                     self._hangs.on_stacks_taken(message)
@@ -1243,7 +1207,7 @@ class WorkerSupervisor:
                     self.workers.is_hung(pid, reason)
             case WorkerUnkillable(pid, reason):
                 if self.workers is not None:
-                    self.workers.is_unkillable(pid, reason)
+                    self.workers.deaths.on_unkillable(pid, reason)
                 elif (running := self._at.status.node.running) is not None:
                     failure = f"a worker (pid {pid}) was ended by SIGKILL; {reason}"
                     publish_unkillable(self._at, failure, running.generation)
@@ -1257,9 +1221,9 @@ class WorkerSupervisor:
             case ProgressPage() as page:
                 if self._hangs is not None:
                     self._hangs.on_page(worker, page)
-            case FlightTrace() as trace:
+            case FlightTrace(generation=generation, entries=entries):
                 if self._hangs is not None:
-                    self._hangs.on_flight(worker, trace)
+                    self._hangs.watch.learn_flight(worker.pid, generation, entries)
             case StepReport(times=times):
                 self._step_times.on_report(worker.pid, worker.local_rank, times)
             case message:
@@ -1269,7 +1233,8 @@ class WorkerSupervisor:
     def on_entry(self, entry: Entry) -> None:
         """A record of the store: one that belongs to the response to a hang, or any other."""
         if entry.key == self._keys.profile and self.workers is not None:
-            self.workers.profile(decode(Profile, entry.key, entry.value))
+            profile = decode(Profile, entry.key, entry.value)
+            self.workers.server.send(ProfileSteps(profile.steps, profile.ranks))
         if self._hangs is None:
             return
         if entry.key == self._keys.hang_verdict:
@@ -1277,12 +1242,13 @@ class WorkerSupervisor:
         elif entry.key.startswith(self._keys.hang_stacks):
             self._hangs.on_stacks(entry)
 
-    def learn(self, world: WorldRecord | None) -> None:
-        """The world of the job, after every message."""
+    def announce(self, world: WorldRecord | None) -> None:
+        """Announce the world of the job to the workers, unless they know it. After every
+        message."""
         if self.workers is not None:
-            self.workers.learn(world)
+            self.workers.announced.announce(world)
             if self._hangs is not None:
-                self._hangs.learn(self.workers.world)
+                self._hangs.watch_world(self.workers.announced.current)
 
     def look_for_replica(self, now: float) -> float:
         """Find the nodes of this node's replica if its workers wait for them; returns the time of

@@ -38,7 +38,6 @@ from elastic.groups.pending import (
     semantics_of,
 )
 from elastic.groups.store import (
-    GroupSpec,
     OpenStore,
     agree_on_nonce,
     first_line,
@@ -48,6 +47,7 @@ from elastic.groups.store import (
 )
 from elastic.groups.world import World, fresh_nonce, world_from_environment
 from elastic.link import link
+from elastic.link.link import GroupSpec
 from elastic.telemetry.events import WorkerStuck
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
@@ -826,14 +826,14 @@ class ProcessGroup:
             self._is_aborted = False
             self._works = self._open_works()
             self._where = f"generation {spec.generation} on rank {spec.rank} of {spec.size}"
-            self._silence_s = spec.silence_s
+            self._silence_s = intervals.peer_silence_of(os.environ)
             self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
             self._watch = BuildWatch(
                 self._footprint,
                 timeout_s,
                 self._building_is_stuck,
                 ranks=spec.size,
-                silence_s=spec.silence_s,
+                silence_s=self._silence_s,
             )
 
     def _open_works(self) -> PendingWorks:

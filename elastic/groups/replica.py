@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,9 @@ from elastic.groups.pending import (
     describe_group,
     semantics_of,
 )
-from elastic.groups.store import GroupSpec, OpenStore, meet, open_store
+from elastic.groups.store import OpenStore, meet, open_store
 from elastic.groups.world import ReplicaMesh, World, world_from_environment
+from elastic.link.link import GroupSpec
 from elastic.telemetry.journal import EventSink
 from elastic.tuning import intervals
 from elastic.tuning.intervals import DRAIN_S, REPLICA_MEETS_S, SLOWEST_LOOK_S
@@ -156,15 +157,6 @@ _CPU = torch.device("cpu")
 _LEFT = "another rank of this replica has detected the end of the world"
 
 
-class ReplicaMeeting(NamedTuple):
-    """Where the ranks of a replica meet: in a file on their node, or in the store of the first of
-    several nodes. ``nonce`` names this meeting."""
-
-    folder: str
-    nonce: str
-    over_nodes: GroupSpec | None = None
-
-
 class ModelReplica:
     """One per process. Without a mesh it is a single rank, and no method communicates."""
 
@@ -202,16 +194,19 @@ class ModelReplica:
             )
         return self._device_mesh
 
-    def form(self, meeting: ReplicaMeeting | None) -> None:
-        """Create torch's default group and its mesh, once. None: a replica of one rank."""
+    def form(self, spec: GroupSpec | None = None, folder: str = "") -> None:
+        """Create torch's default group and its mesh, once. None: a replica of one rank.
+
+        Its ranks find each other in the store of the first of several nodes or, without a store's
+        port, in a file in ``folder`` on their node."""
         from torch.distributed.device_mesh import init_device_mesh
 
         size = self.size
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
-        if meeting is not None and meeting.over_nodes is not None:
-            store = self._open_store(meeting.over_nodes)
-        elif meeting is not None:
-            store = FileStore(os.path.join(meeting.folder, f"replica-{meeting.nonce}"), size)
+        if spec is not None and spec.store_port:
+            store = self._open_store(spec)
+        elif spec is not None:
+            store = FileStore(os.path.join(folder, f"replica-{spec.nonce}"), size)
         self._compare_meshes(store)
         is_on_stream = semantics_of(self.device.type, self.backend).is_on_stream
         if is_on_stream:

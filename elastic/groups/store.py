@@ -7,6 +7,7 @@ import binascii
 import datetime
 import functools
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -24,10 +25,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, GroupBuildFailed, JoinTimeout
 from elastic.groups.world import World, fresh_nonce
+from elastic.link.link import GroupSpec
 from elastic.telemetry.log import get_logger
 from elastic.tuning.intervals import (
     BUILD_MIN_S,
     SLOWEST_LOOK_S,
+    peer_silence_of,
 )
 from elastic.wire import base
 from elastic.wire.base import PEER_SILENCE_S, Limits, ProtocolError
@@ -406,21 +409,6 @@ GiveUp = Callable[[], None]
 """Called during waits; raises if the world has ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupSpec:
-    """The parameters from which a world's process group is built."""
-
-    generation: int
-    nonce: str
-    rank: int
-    size: int
-    store_host: str  # rank 0's
-    store_port: int
-    store_key: SecretKey  # authenticates at the store
-    store_tls: TlsFiles | None = None  # this node's certificates; None: without TLS
-    silence_s: float = PEER_SILENCE_S  # of a peer's machine, before its connection is closed
-
-
 class _Backoff:
     """Exponential pauses between polls, and the time until the deadline."""
 
@@ -490,9 +478,9 @@ def _serve(spec: GroupSpec, backoff: _Backoff, *, use_tcp_store: bool) -> StoreS
         spec.store_port,
         nonce=spec.nonce,
         size=spec.size,
-        key=spec.store_key,
+        key=SecretKey.parse(spec.store_key),
         tls=_tls_of(spec),
-        silence_s=spec.silence_s,
+        silence_s=peer_silence_of(os.environ),
     )
 
 
@@ -510,11 +498,11 @@ def _join(spec: GroupSpec, give_up: GiveUp, backoff: _Backoff, *, use_tcp_store:
                 spec.store_host,
                 spec.store_port,
                 nonce=spec.nonce,
-                key=spec.store_key,
+                key=SecretKey.parse(spec.store_key),
                 tls=_tls_of(spec),
                 timeout_s=max(BUILD_MIN_S, backoff.left_s),
                 give_up=give_up,
-                silence_s=spec.silence_s,
+                silence_s=peer_silence_of(os.environ),
             )
         except (OSError, DistNetworkError) as error:
             if backoff.left_s < 0:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from elastic.errors import ConfigError
 from elastic.wire.messages import (
     CALL_JOIN,
-    RankAssignment,
     WorldIdentity,
     identity_in,
     number_on_node,
@@ -266,22 +265,26 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class World(WorldIdentity, RankAssignment):
+class World(WorldIdentity):
     """The ranks that train together in one generation.
 
     Attributes:
         generation: the number of this world; never decreases over the life of a job.
+        nonce: hex, the same on all ranks, new for every world.
+        lineage: earlier generations, oldest first.
         rank: this worker's rank, from 0.
         size: the number of workers.
         local_rank: this worker's rank on its node.
         local_size: the number of workers on this node.
-        nonce: hex, the same on all ranks, new for every world.
-        lineage: earlier generations, oldest first.
         node: the name of this node, for people.
         is_launched: False for plain ``python train.py``, a world of one.
         mesh: the dimensions of a replica; without any, each rank is a replica.
     """
 
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
     node: str
     is_launched: bool
     mesh: ReplicaMesh = field(default_factory=ReplicaMesh)

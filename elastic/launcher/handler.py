@@ -83,7 +83,7 @@ def create(
     def on_crash(thread: str, error: BaseException) -> None:
         get_logger().error("the thread %s died", thread, exc_info=error)
         for launch in launches:
-            launch.service.fail(error)
+            launch.service.status.fail(error)
 
     store = EtcdStore(config, on_crash=on_crash)
     if options.preflight:
@@ -215,7 +215,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 failure=failure.text if failure else None,
                 failure_exit_code=failure.exit_code if failure else None,
             )
-            world = launch.service.wait_for_world()
+            world = launch.service.world_wait.run()
         except StoreFull as full:
             if failure is None:
                 raise
@@ -292,7 +292,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if not self._launches:
             return 0
         launch = self._launches[0]
-        launch.service.heartbeat()
+        launch.service.status.watchdog.heartbeat()
         launch.leaving.install()
         launch.leaving.phase = LauncherPhase.RUNNING
         launch.look_at_workers(torch_agent.supervision())
@@ -300,7 +300,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             launch.leaving.end_if_left()
             return 0
         try:
-            if launch.service.job_is_done and launch.service.running is None:
+            if launch.service.job_is_done and launch.service.status.running is None:
                 raise JobSucceeded("the job was done before this node's workers had joined it")
             return 1 if launch.service.newer_world() else 0
         except (ElasticError, JobSucceeded) as error:

@@ -83,7 +83,6 @@ from elastic.wire import base
 from elastic.wire.messages import (
     CALL_JOIN,
     NO_WORLD,
-    RankAssignment,
     WorldIdentity,
     identity_variable,
     world_variables,
@@ -353,9 +352,9 @@ def _without_a_world(worker: SupervisedWorker) -> Mapping[str, str]:
     size = int(worker.environment["LOCAL_WORLD_SIZE"])
     return world_variables(
         NO_WORLD,
-        RankAssignment(
-            rank=worker.local_rank, size=size, local_rank=worker.local_rank, local_size=size
-        ),
+        rank=worker.local_rank,
+        size=size,
+        local_size=size,
         node_rank=0,
         nodes=1,
         store_host="localhost",
@@ -605,7 +604,10 @@ class Launch:
             self._journal.locate(self.service.position)
             created.callback(self.service.close)
             self._reaper = OrphanReaper(
-                node.node_id, self.service.link_path, self.memory.folder, str(self._ending)
+                node.node_id,
+                self.service.supervisor.link_path,
+                self.memory.folder,
+                str(self._ending),
             )
             created.callback(self._reaper.release)
             self.service.on_permission(self._reaper.permit)
@@ -632,7 +634,7 @@ class Launch:
             "ELASTIC_ENDING": str(self._ending),
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
             "ELASTIC_RUN_INSTANCE": secret.key(INSTANCE).text[:22],
-            "ELASTIC_LINK": self.service.link_path or None,
+            "ELASTIC_LINK": self.service.supervisor.link_path or None,
             "ELASTIC_PREFLIGHT_PASSED": "1" if options.preflight else None,
             "ELASTIC_COLLECTIVE_TIMEOUT_S": f"{options.collective_timeout_s:g}",
             PEER_SILENCE: f"{peer_silence_s(options.lease_s):g}",
@@ -653,12 +655,12 @@ class Launch:
         self._replacement = Replacement(self.service, self._journal, self.starting_workers)
         self._starting_over = StartingOver(
             lambda: places(sys.argv[1:], Path.cwd()),
-            lambda: self.service.has_first_rank and not self.service.workers_have_joined,
+            lambda: self.service.has_first_rank and not self.service.status.workers_joined,
         )
         self._has_started_workers = False
         _running.append(self)
         self.leaving.install()
-        self.service.heartbeat()
+        self.service.status.watchdog.heartbeat()
         self._warn_of_no_restarts(parameters, agent)
 
     # ── workers ──────────────────────────────────────────────────────────────────────────
@@ -679,7 +681,7 @@ class Launch:
             resource_tracker.ensure_running()
             if self._start_method == "forkserver":
                 forkserver.ensure_running()
-        self.service.write_link_key()
+        self.service.supervisor.write_link_key()
         self.memory.refresh()  # they may restore from the other nodes' memory
         self._journal.emit(WorkersStarting(), level=logging.DEBUG)
         variables = {**self._variables, **self._tuned}
@@ -699,14 +701,14 @@ class Launch:
     def look_at_workers(self, supervision: Supervision | None) -> None:
         """Called with every poll of torch's agent while all workers run."""
         self._bridge.flush()
-        if self.service.link_path:
+        if self.service.supervisor.link_path:
             self._replacement.look(supervision)
         if supervision is not None:
-            self.service.supervise(
+            self.service.supervisor.supervise(
                 Supervised(worker.process.pid, worker.local_rank, worker.error_file)
                 for worker in supervision.workers
             )
-        self.notice.look(have_joined=self.service.workers_have_joined)
+        self.notice.look(have_joined=self.service.status.workers_joined)
 
     def end_strays(self) -> None:
         """Kill processes that dead workers have left behind."""
@@ -733,12 +735,12 @@ class Launch:
 
     def end(self, failure: BaseException | None) -> None:
         """Report to the other nodes how this node ends, and release all resources."""
-        self.service.heartbeat()
+        self.service.status.watchdog.heartbeat()
         self.service.expect_end_of_workers()
         try:
-            if failure is None and self.service.running is not None:
+            if failure is None and self.service.status.running is not None:
                 self._finish()
-            elif not self.leaving.is_requested and self.service.done is None:
+            elif not self.leaving.is_requested and self.service.status.done is None:
                 self.service.leave(why_left(failure), failed=True)
         finally:
             self._close()
@@ -747,7 +749,7 @@ class Launch:
         """The same after a signal has ended torch's agent."""
         self.service.expect_end_of_workers()
         try:
-            if not self.leaving.is_requested and self.service.done is None:
+            if not self.leaving.is_requested and self.service.status.done is None:
                 self.service.leave(signal.Signals(signum).name)
         finally:
             self._close()
@@ -763,7 +765,7 @@ class Launch:
             self._log.warning(
                 "the workers of this node succeeded, and it leaves without waiting for the other "
                 "nodes: the end of the job cannot be recorded: %s",
-                self.service.store_problem or "the thread elastic-node has ended",
+                self.service.status.store_problem or "the thread elastic-node has ended",
             )
 
     def _close(self) -> None:
@@ -807,7 +809,7 @@ class Launch:
         if self._options.health_port is None:
             return
         self._health = HealthServer(
-            self._options.health_port, self.service.probes, on_error=self.service.fail
+            self._options.health_port, self.service.probes, on_error=self.service.status.fail
         )
         self._health.start()
         self._journal.emit(HealthServed(port=self._health.port))

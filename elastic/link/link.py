@@ -42,7 +42,7 @@ from elastic.wire.handshake import (
     frame,
 )
 from elastic.wire.hub import Connection, Handler, Hub, listen_on_path
-from elastic.wire.messages import RankAssignment, WorldSpec
+from elastic.wire.messages import WorldIdentity, WorldReference, WorldState
 from elastic.wire.tls import TlsFiles
 
 # To connect to the agent, retries included: it may be busy starting workers.
@@ -204,7 +204,7 @@ def exit_status(pidfd: int) -> tuple[int | None, int | None]:
 # Nothing received is executed. A frame that is not exactly one of these messages raises
 # :class:`LinkError`, and its connection is closed.
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text, up to 12 bytes each in JSON
 IN_STEP = "step"  # the phase of a heartbeat while the worker is within a step
@@ -276,7 +276,7 @@ class CollectiveFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """Worker: it has left at a step's boundary, as requested."""
+    """Worker: it has left at a step's boundary, after Leave."""
 
     step: int
 
@@ -342,30 +342,53 @@ class ClientHandshakeReply:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorldMessage:
-    """Agent: a world, and this worker's ranks in it."""
+class GroupSpec(WorldReference):
+    """What the ranks of a group need to find each other: the part of a message from which a process
+    group is built (groups/store.py)."""
 
-    world: WorldSpec
-    # None: this node is not in the world, and leaves at ``world.switch_at_step``, or at once.
-    assignment: RankAssignment | None
-    node_rank: int  # 0 if the node is not in the world
-    nodes: int  # 0: all ranks leave
-    nodes_leaving: int = 0  # nodes of the worker's current world that are not in this one
-    store_key: str = field(repr=False)  # authenticates at rank 0's store; base64
+    rank: int
+    size: int  # number of ranks
+    store_host: str  # rank 0's
+    store_port: int
+    store_key: str = field(repr=False)  # authenticates at the store; base64
     store_tls: TlsFiles | None = None  # this node's certificates for it; None: no TLS
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaMeet:
-    """Agent: all ranks of this worker's replica are present; their rendezvous uses this nonce."""
+class Assignment(WorldIdentity, GroupSpec):
+    """Agent: a world, as one of its workers receives it."""
 
-    nonce: str
-    rank: int  # this worker's, in the replica
-    # If several nodes hold the replica: the first node's address, and the credentials of its store.
-    host: str = ""
-    port: int = 0  # 0: all ranks are on this node
+    local_rank: int
+    local_size: int
+    node_rank: int
+    nodes: int
+    nodes_leaving: int = 0  # nodes of the worker's current world that are not in this one
+    switch_at_step: int | None  # the first step in this world; None: switch at once
+    state: WorldState
+    committed_step: int | None  # a lower bound: if set, training must not start from zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """Agent: this world is without the worker's node. It leaves at ``switch_at_step``, or at
+    once."""
+
+    generation: int
+    nodes: int  # of the world; 0: all ranks leave
+    nodes_leaving: int = 0  # nodes of the worker's current world that are not in this one
+    switch_at_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaMeet(GroupSpec):
+    """Agent: all ranks of this worker's replica are present; their rendezvous uses this nonce.
+
+    Without a ``store_port`` all of them are on this node, and need no store."""
+
+    generation: int = 0  # a replica outlives worlds
+    store_host: str = ""  # the first node's
+    store_port: int = 0
     store_key: str = field(default="", repr=False)
-    store_tls: TlsFiles | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,7 +464,8 @@ Message = (
     | CheckpointSaved
     | CheckpointSkipped
     | ClientHandshakeReply
-    | WorldMessage
+    | Assignment
+    | Leave
     | ReplicaMeet
     | ReplicaPending
     | SigtermAnswer
@@ -473,7 +497,8 @@ FROM_WORKER = (
 )
 FROM_AGENT = (
     ClientHandshakeReply,
-    WorldMessage,
+    Assignment,
+    Leave,
     ReplicaMeet,
     ReplicaPending,
     SigtermAnswer,
@@ -490,7 +515,7 @@ _MAX_BYTES: dict[type[Any], int] = {
     Exiting: 64 << 10,
     FlightTrace: 64 << 10,
     CheckpointSkipped: 128 << 10,
-    WorldMessage: MAX_MESSAGE,
+    Assignment: MAX_MESSAGE,
     ReplicaMeet: 64 << 10,
     FolderAsk: 64 << 10,
     FolderAnswer: 64 << 10,

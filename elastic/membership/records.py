@@ -18,11 +18,12 @@ from elastic.hangs.page import RankFacts, RankStepTimes, StackGroup
 from elastic.hangs.verdict import FlightEntry, HangAction, HangConfidence, HangKind
 from elastic.wire import typed_json
 from elastic.wire.messages import (
+    Cause,
     MemoryLocation,
     NodeReplica,
+    WorldIdentity,
     WorldReference,
-    WorldSpec,
-    derive,
+    WorldState,
     nodes_per_replica,
 )
 
@@ -286,9 +287,16 @@ class BreakageRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorldRecord(WorldSpec):
+class WorldRecord(WorldIdentity):
     """The agreed world: key ``world``. Only compare-and-swap writes it."""
 
+    store_host: str  # rank 0's
+    store_port: int
+    switch_at_step: int | None  # the first step in this world; None: switch at once
+    state: WorldState
+    cause: Cause
+    reason: str  # a sentence for users
+    committed_step: int | None = None  # a lower bound: if set, training must not start from zero
     members: tuple[Member, ...]
     mode: str  # "restart" | "in-process"
     min_nodes: int
@@ -298,6 +306,8 @@ class WorldRecord(WorldSpec):
     tls: bool = False  # its nodes connect with TLS
     outside: tuple[MemoryLocation, ...] = ()  # of nodes that were alive, and are not members
     breakages: tuple[BreakageRecord, ...] = ()  # the last ones, newest last
+    # Ranks that together hold one copy of the model: consecutive ones, so that a rank's replica is
+    # rank // replica_size.
     replica_size: _Positive = 1
     # Without members: all nodes were asked to leave, and have saved or reported the lost steps.
     left_in_order: bool = False
@@ -388,7 +398,18 @@ class Node:
         return self.running.generation if self.running is not None else self.ran_generation
 
     def as_member(self) -> Member:
-        return derive(Member, self, liveness_host=self.address, process=self.process.digest)
+        return Member(
+            node_id=self.node_id,
+            name=self.name,
+            nproc=self.nproc,
+            role=self.role,
+            liveness_host=self.address,
+            liveness_port=self.liveness_port,
+            process=self.process.digest,
+            memory_port=self.memory_port,
+            replica_port=self.replica_port,
+            ran_generation=self.ran_generation,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,7 +567,9 @@ def encode(record: Record) -> bytes:
     """The record as JSON with sorted keys, compressed if it is large: equal records give equal
     bytes."""
     if isinstance(record, Node) and record.running is not None:
-        record = replace(record, running=derive(WorldReference, record.running))
+        running = record.running
+        name = WorldReference(generation=running.generation, nonce=running.nonce)
+        record = replace(record, running=name)
     return packed(
         json.dumps(
             typed_json.to_json(record), sort_keys=True, separators=(",", ":"), allow_nan=False

@@ -874,11 +874,6 @@ class CheckpointManager:
         self.due = None
 
     @property
-    def world_size(self) -> int:
-        """The number of writers in the current or last world."""
-        return self.writers.world_size
-
-    @property
     def committed_step(self) -> int:
         """The newest step that is known to be on disk."""
         return self._outcomes.committed_step

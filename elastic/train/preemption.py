@@ -196,7 +196,7 @@ class Preemption:
     @property
     def _needs_all_ranks(self) -> bool:
         has_shards = self._job.is_sharded or self._job.is_rebuilt
-        return has_shards and self._checkpoints.world_size > 1
+        return has_shards and self._checkpoints.writers.world_size > 1
 
     @property
     def _is_settled(self) -> bool:
@@ -248,7 +248,7 @@ class Preemption:
     def _why_not_stopped(self) -> str:
         if self._current.is_committing:
             return "this rank was in the middle of a commit"
-        if not self._progress.can_restore:
+        if not self._progress.rollback.can_restore:
             return "this rank did not reach a step boundary, and its weights have changed since"
         return "this rank did not reach a step boundary, and its weights may have changed since"
 
@@ -262,7 +262,9 @@ class Preemption:
         step, saved = self._job.progress.step, self._checkpoints.committed_step
         if step <= saved:
             return why
-        unless = ", unless another rank saves them" if self._checkpoints.world_size > 1 else ""
+        unless = (
+            ", unless another rank saves them" if self._checkpoints.writers.world_size > 1 else ""
+        )
         return f"{why}: {step - saved} steps since the checkpoint of step {saved} are lost{unless}"
 
     def _report_lost(self, why: str) -> None:

@@ -392,11 +392,6 @@ class RankProgress:
 
     # -- after a fault ------------------------------------------------------------------------
 
-    @property
-    def can_restore(self) -> bool:
-        """Whether this rank can return to the last boundary by itself."""
-        return self.rollback.can_restore
-
     def interrupt(self, *, may_go_back: bool = True) -> None:
         """Undo the changes of the current step, and set :attr:`tag` to the boundary to which the
         state then belongs: an earlier one if the last is lost and ``may_go_back``."""

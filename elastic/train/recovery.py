@@ -7,7 +7,7 @@ import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from elastic.errors import (
     SYSTEM_CLOCK,
@@ -19,8 +19,8 @@ from elastic.errors import (
 )
 from elastic.groups.collectives import all_sum
 from elastic.groups.faults import causes, is_world_fault, may_stem_from_aborted_output, world_fault
-from elastic.groups.world import World
-from elastic.link.link import WorldMessage
+from elastic.groups.world import ReplicaMesh, World
+from elastic.link.link import Assignment, Leave
 from elastic.telemetry.events import Recovered
 from elastic.telemetry.log import get_logger
 from elastic.train.checkpointing import Peers, leaving_s
@@ -37,7 +37,7 @@ from elastic.tuning.intervals import (
 )
 from elastic.wire.messages import WorldState
 from elastic.worker.sigterm import EXIT_CODE
-from elastic.worker.worlds import Worlds, group_spec, world_of, write_environment
+from elastic.worker.worlds import Worlds, world_of, write_environment
 
 # A group is built in milliseconds once all ranks have arrived; the rest is a margin for busy
 # machines.
@@ -251,18 +251,18 @@ class InProcess:
         self._reconfiguration.prepare()
         while True:
             with self._lap("wait_s"):
-                message = self._next()
-            if message.assignment is None:
-                self._leave_job(message)
+                assignment = self._next()
+            if isinstance(assignment, Leave):
+                self._leave_job(assignment)
             try:
-                self._form(message)
+                self._form(assignment)
             except Exception as error:
                 if not self.is_fault(error):
                     raise
                 self._worlds.report_failure(error)
                 self._lifecycle.end(broken=True)
                 continue
-            if message.world.state is not WorldState.PAUSED:
+            if assignment.state is not WorldState.PAUSED:
                 if self._lifecycle.is_restored:
                     self._worlds.entered(self._job.progress.step)
                 return
@@ -275,38 +275,37 @@ class InProcess:
                 self._worlds.wait_for_newer(meanwhile=self._checkpoints.poll)
             self._lifecycle.end(broken=False)
 
-    def _next(self) -> WorldMessage:
+    def _next(self) -> Assignment | Leave:
         """Wait for the next world, the same on all ranks of the replica; otherwise the building of
         groups would deadlock."""
-        message = self._worlds.next()
+        newer = self._worlds.next()
         while True:
-            generations = self._replica.all_numbers(message.world.generation)
+            generations = self._replica.all_numbers(newer.generation)
             if len(set(generations)) == 1:
-                return message
-            if message.world.generation < max(generations):
-                message = self._worlds.next()
+                return newer
+            if newer.generation < max(generations):
+                newer = self._worlds.next()
 
-    def _form(self, message: WorldMessage) -> None:
+    def _form(self, assignment: Assignment) -> None:
         with self._replica.whole():
-            world = self._enter(message)
+            world = self._enter(assignment)
         if self._job.is_rebuilt:
             self._lifecycle.formed(world)  # the state is restored once the objects are built
             return
         self._lifecycle.begin(world)
         self._progress.enter_world()
 
-    def _enter(self, message: WorldMessage) -> World:
-        worlds = self._worlds
-        spec = group_spec(message)
+    def _enter(self, assignment: Assignment) -> World:
+        superseded = self._worlds.is_superseded
         with self._lap("build_s"):
-            self._group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)
-        write_environment(message)
-        self._committed_step = message.world.committed_step
+            self._group.build(assignment, superseded=superseded, timeout_s=BUILD_TIMEOUT_S)
+        write_environment(assignment)
+        self._committed_step = assignment.committed_step
         with self._lap("agree_s"):
-            if self._job.is_rebuilt:
-                return self._reconfiguration.meet(world_of(message))
-            world = dataclasses.replace(world_of(message), mesh=self._replica.mesh)
-            return self._reconfiguration.enter(world, message.world.committed_step)
+            if self._job.is_rebuilt:  # sharded over the whole world
+                return self._reconfiguration.meet(world_of(assignment, ReplicaMesh()))
+            world = world_of(assignment, self._replica.mesh)
+            return self._reconfiguration.enter(world, assignment.committed_step)
 
     def restore(self) -> None:
         """Load the state of the objects built in the current world."""
@@ -317,10 +316,10 @@ class InProcess:
         self._worlds.entered(self._job.progress.step)
         self._recovered()
 
-    def _leave_job(self, message: WorldMessage) -> None:
+    def _leave_job(self, leave: Leave) -> NoReturn:
         """Wait for the agent to end this process: the job continues without this node, or ends."""
         if self._checkpoints.is_open:
-            if self._lifecycle.is_restored and message.nodes == 0:
+            if self._lifecycle.is_restored and leave.nodes == 0:
                 self._checkpoints.flush(self._job, leaving_s())
                 self._checkpoints.release()
             else:
@@ -492,7 +491,7 @@ class Restart:
         is_received = received is not None and received.leaving
         if is_received and not self._halt.is_preempted:
             self._checkpoints.save(self._job)
-        if self._halt.is_preempted and (is_received or self._checkpoints.world_size == 1):
+        if self._halt.is_preempted and (is_received or self._checkpoints.writers.world_size == 1):
             with self._halt.own_save():
                 self._checkpoints.flush(self._job, leaving_s())
                 self._checkpoints.release()

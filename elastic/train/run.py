@@ -23,7 +23,7 @@ from elastic.errors import ConfigError, NodeUnfit, TrainingError
 from elastic.groups.faults import FailureHook, causes
 from elastic.groups.group import ProcessGroup, choose_device
 from elastic.groups.pending import refuse_stale_group, uses_stale_group
-from elastic.groups.replica import ModelReplica, ReplicaMeeting, mesh_of, process_group
+from elastic.groups.replica import ModelReplica, mesh_of, process_group
 from elastic.groups.world import World, node_name, world_from_environment
 from elastic.hangs.page import phases
 from elastic.link.link import Heartbeat, ReplicaMet
@@ -74,7 +74,7 @@ from elastic.tuning.intervals import (
 )
 from elastic.wire.messages import number_on_node
 from elastic.worker.node_first import node_first, require_fit
-from elastic.worker.worlds import Worlds, replica_spec
+from elastic.worker.worlds import Worlds
 
 # The last save at the end of training is not urgent; a slow disk may take long, but a peer that
 # dies in its last second must not delay the others for long.
@@ -420,7 +420,7 @@ class Shutdown:
             step = self._job.progress.step
             reason = f"the script failed in the middle of an update: {error}"
             self._journal.emit(CheckpointSkipped(name=f"step {step}", reason=reason))
-        elif self._checkpoints.world_size == 1:
+        elif self._checkpoints.writers.world_size == 1:
             self._checkpoints.flush(self._job, leaving_s())
         else:
             self._session.strategy.flush_after_error()
@@ -540,7 +540,7 @@ def assemble(
 def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
     """Form the group of this replica's ranks. Raises ConfigError without an agent to form it."""
     if replica.mesh.size == 1:
-        replica.form(None)
+        replica.form()
         return
     if worlds is None:
         raise ConfigError(
@@ -549,15 +549,13 @@ def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
             hint="torchrun --rdzv-backend=etcd …; with other launchers, sharded models recover by "
             "a restart (docs/how-to/sharded.md)",
         )
-    found = worlds.meet_replica(
+    meeting = worlds.meet_replica(
         replica.mesh.size,
         REPLICA_MEETS_S,
         mesh=str(replica.mesh),
         on_device=replica.device.type != "cpu",
     )
-    folder = os.path.dirname(os.environ["ELASTIC_LINK"])
-    spec = replica_spec(found, replica.mesh.size)
-    replica.form(ReplicaMeeting(folder, found.nonce, spec))
+    replica.form(meeting, os.path.dirname(os.environ["ELASTIC_LINK"]))
     worlds.send(ReplicaMet())
 
 

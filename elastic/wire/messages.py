@@ -1,22 +1,20 @@
-"""The records of a world that agents and workers exchange."""
+"""What agents, workers and the records in etcd say about a world, and a worker's environment."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar, cast
 
 from elastic.errors import ConfigError
 
 # ----------------------------------------------------------------------------
-# The facts about a world, each defined once: other records contain or extend these.
-
-T = TypeVar("T")
+# What identifies a world, in each of its three forms: ``WorldRecord`` in etcd
+# (membership/records.py), ``Assignment``, which a worker receives (link/link.py), and the public
+# ``World`` (groups/world.py).
 
 
 class WorldState(str, Enum):
@@ -53,22 +51,6 @@ class WorldIdentity(WorldReference):
     """Identifies one of a job's worlds, and those before it."""
 
     lineage: tuple[int, ...]  # earlier generations, oldest first, at most 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorldSpec(WorldIdentity):
-    """The agreed properties of a world, the same for all of its ranks."""
-
-    store_host: str  # rank 0's
-    store_port: int
-    switch_at_step: int | None  # the first step in this world; None: switch at once
-    state: WorldState
-    cause: Cause
-    reason: str  # a sentence for users
-    committed_step: int | None = None  # a lower bound: if set, training must not start from zero
-    # Ranks that together hold one copy of the model: consecutive ones, so that a rank's replica is
-    # rank // replica_size.
-    replica_size: int = 1
 
 
 def nodes_per_replica(replica_size: int, nproc: int) -> int:
@@ -109,34 +91,8 @@ class MemoryLocation:
     port: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankAssignment:
-    """The ranks of one worker in a world."""
-
-    rank: int
-    size: int  # number of workers
-    local_rank: int
-    local_size: int
-
-
 # For workers that start before their first world exists.
 NO_WORLD = WorldIdentity(generation=0, nonce="", lineage=())
-
-
-def derive(cls: Callable[..., T], *sources: object, **given: object) -> T:
-    """Build a ``cls`` with the fields ``given``, else those of the first source that has them.
-
-    Raises TypeError if neither has a field that has no default.
-
-    >>> derive(WorldIdentity, NO_WORLD, generation=3)
-    WorldIdentity(generation=3, nonce='', lineage=())
-    """
-    values = dict(given)
-    for name in (field.name for field in dataclasses.fields(cast(Any, cls))):
-        for source in sources:
-            if name not in values and hasattr(source, name):
-                values[name] = getattr(source, name)
-    return cls(**values)
 
 
 # ----------------------------------------------------------------------------
@@ -156,14 +112,16 @@ def identity_variable(world: WorldIdentity) -> dict[str, str]:
     >>> identity_variable(WorldIdentity(generation=3, nonce="3f9c", lineage=(1, 2)))
     {'ELASTIC_WORLD': '{"generation":3,"nonce":"3f9c","lineage":[1,2]}'}
     """
-    fields = dataclasses.asdict(derive(WorldIdentity, world))
+    fields = {"generation": world.generation, "nonce": world.nonce, "lineage": world.lineage}
     return {WORLD_VARIABLE: json.dumps(fields, separators=(",", ":"))}
 
 
 def world_variables(
     world: WorldIdentity,
-    assignment: RankAssignment,
     *,
+    rank: int,
+    size: int,
+    local_size: int,
     node_rank: int,
     nodes: int,
     store_host: str,
@@ -174,13 +132,13 @@ def world_variables(
     Without LOCAL_RANK, which a worker keeps for its life (:func:`number_on_node`).
     """
     standard: dict[str, object] = {
-        "RANK": assignment.rank,
-        "WORLD_SIZE": assignment.size,
-        "LOCAL_WORLD_SIZE": assignment.local_size,
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": local_size,
         "GROUP_RANK": node_rank,
         "GROUP_WORLD_SIZE": nodes,
-        "ROLE_RANK": assignment.rank,
-        "ROLE_WORLD_SIZE": assignment.size,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
         "MASTER_ADDR": store_host,
         "MASTER_PORT": store_port,
     }

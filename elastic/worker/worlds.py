@@ -19,13 +19,13 @@ from elastic.errors import (
     TrainingError,
 )
 from elastic.groups.faults import unreachable_peers
-from elastic.groups.store import GroupSpec
-from elastic.groups.world import World, node_name
+from elastic.groups.world import ReplicaMesh, World, node_name
 from elastic.hangs import stacks
 from elastic.hangs.page import Phase, phases, step_windows
 from elastic.hangs.verdict import parse
 from elastic.link.link import (
     COUNTED,
+    Assignment,
     CollectiveFailure,
     CountEvents,
     Entered,
@@ -35,6 +35,7 @@ from elastic.link.link import (
     FolderAnswer,
     FolderAsk,
     Heartbeat,
+    Leave,
     Left,
     LinkClient,
     MeasureSteps,
@@ -49,17 +50,14 @@ from elastic.link.link import (
     SigtermAnswer,
     SigtermAsk,
     StepReport,
-    WorldMessage,
 )
 from elastic.telemetry.events import Event
 from elastic.telemetry.log import get_logger
 from elastic.tuning.intervals import (
     LINK_CLOSE_S,
     WORKER_SLICE_S,
-    peer_silence_of,
 )
-from elastic.wire.handshake import SecretKey
-from elastic.wire.messages import derive, world_variables
+from elastic.wire.messages import world_variables
 
 # A worker asks for the job's working folder again: etcd may not have answered its agent.
 FOLDER_ASK_S = 1.0
@@ -160,53 +158,36 @@ def _watch_batches() -> None:
 
 
 # ----------------------------------------------------------------------------
-# Converts a world received from the agent: to the worker's world, its group, its environment.
+# The world that the agent has assigned to this worker, for the training code and for programs.
 
 
-def world_of(message: WorldMessage) -> World:
+def world_of(assignment: Assignment, mesh: ReplicaMesh) -> World:
     """The world, as the training code uses it."""
-    return derive(World, message.world, message.assignment, node=node_name(), is_launched=True)
-
-
-def group_spec(message: WorldMessage) -> GroupSpec:
-    """The parameters from which the world's process group is built."""
-    return derive(
-        GroupSpec,
-        message.world,
-        message.assignment,
-        store_key=SecretKey.parse(message.store_key),
-        store_tls=message.store_tls,
-        silence_s=peer_silence_of(os.environ),
+    return World(
+        generation=assignment.generation,
+        nonce=assignment.nonce,
+        lineage=assignment.lineage,
+        rank=assignment.rank,
+        size=assignment.size,
+        local_rank=assignment.local_rank,
+        local_size=assignment.local_size,
+        node=node_name(),
+        is_launched=True,
+        mesh=mesh,
     )
 
 
-def replica_spec(message: ReplicaMeet, size: int) -> GroupSpec | None:
-    """The parameters of the group of a replica of ``size`` ranks; None if one node holds it."""
-    if not message.port:
-        return None
-    return GroupSpec(
-        generation=0,
-        nonce=message.nonce,
-        rank=message.rank,
-        size=size,
-        store_host=message.host,
-        store_port=message.port,
-        store_key=SecretKey.parse(message.store_key),
-        store_tls=message.store_tls,
-        silence_s=peer_silence_of(os.environ),
-    )
-
-
-def write_environment(message: WorldMessage) -> None:
+def write_environment(assignment: Assignment) -> None:
     """Set the environment variables that torchrun would have set, had it started this world."""
-    assert message.assignment is not None, "this node is not in the world"
     variables = world_variables(
-        message.world,
-        message.assignment,
-        node_rank=message.node_rank,
-        nodes=message.nodes,
-        store_host=message.world.store_host,
-        store_port=message.world.store_port,
+        assignment,
+        rank=assignment.rank,
+        size=assignment.size,
+        local_size=assignment.local_size,
+        node_rank=assignment.node_rank,
+        nodes=assignment.nodes,
+        store_host=assignment.store_host,
+        store_port=assignment.store_port,
     )
     os.environ.update(variables)
 
@@ -244,7 +225,7 @@ class Worlds:
         self._current_step = current_step
         self._clock = clock
         self._changed = threading.Condition()
-        self._newest: WorldMessage | None = None
+        self._newest: Assignment | Leave | None = None
         self._entering = 0  # the generation that the main thread is in, or is building
         self._forming_at: int | None = None  # the switch step of the world that is being formed
         self._sent_ready = False
@@ -309,17 +290,12 @@ class Worlds:
     def has_newer(self) -> bool:
         """Whether a world newer than the current one is known, planned or not."""
         newest = self._newest
-        return newest is not None and newest.world.generation > self._entering
+        return newest is not None and newest.generation > self._entering
 
     @property
     def is_asked_to_leave(self) -> bool:
         """Whether the next world excludes this worker."""
-        newest = self._newest
-        return (
-            newest is not None
-            and newest.world.generation > self._entering
-            and newest.assignment is None
-        )
+        return self.has_newer and isinstance(self._newest, Leave)
 
     @property
     def nodes(self) -> int:
@@ -336,26 +312,26 @@ class Worlds:
         newest = self._newest
         return (
             newest is not None
-            and newest.world.generation > self._entering
-            and (newest.world.switch_at_step is None or self._replaces_current(newest))
+            and newest.generation > self._entering
+            and (newest.switch_at_step is None or self._replaces_current(newest))
         )
 
-    def _replaces_current(self, newer: WorldMessage) -> bool:
+    def _replaces_current(self, newer: Assignment | Leave) -> bool:
         """Whether a planned world begins at the boundary at which the current one, which is still
         being formed, was planned to begin.
 
         A peer has died in the meantime, so the current world will never be complete. gloo's
         collectives then fail; those on a stream wait indefinitely.
         """
-        forming_at, at = self._forming_at, newer.world.switch_at_step
+        forming_at, at = self._forming_at, newer.switch_at_step
         return forming_at is not None and at is not None and at <= forming_at
 
     def is_due(self, step: int) -> bool:
         """Whether another world must be entered before ``step`` begins."""
         newest = self._newest
-        if newest is None or newest.world.generation <= self._entering:
+        if newest is None or newest.generation <= self._entering:
             return False
-        return newest.world.switch_at_step is None or step >= newest.world.switch_at_step
+        return newest.switch_at_step is None or step >= newest.switch_at_step
 
     def is_permitted(self) -> bool:
         """Whether this worker may begin a step or commit a save: no world can have been formed
@@ -383,7 +359,7 @@ class Worlds:
         if self.is_permitted():
             get_logger().warning("training continues: the agent is back")
 
-    def next(self) -> WorldMessage:
+    def next(self) -> Assignment | Leave:
         """Wait for a world newer than the current one, and make it the current one.
 
         Raises ConfigError if a replica spans several nodes and elastic.join() was called without a
@@ -397,12 +373,10 @@ class Worlds:
                 self.send(Ready(max_ranks=self.max_ranks()))
             while True:
                 newest = self._newest
-                if newest is not None and newest.world.generation > self._entering:
-                    self._entering = newest.world.generation
-                    self._forming_at = newest.world.switch_at_step
+                if newest is not None and newest.generation > self._entering:
+                    self._forming_at = newest.switch_at_step
                     self.is_waiting = False
-                    phases.enter_generation(newest.world.generation)
-                    self._flights.enter_generation(newest.world.generation)
+                    self._enter(newest.generation)
                     return newest
                 self.is_waiting = True
                 self._changed.wait(WORKER_SLICE_S)
@@ -453,7 +427,10 @@ class Worlds:
         """Record that this rank is in the world of its environment. (Restart mode enters others by
         restarting.)"""
         with self._changed:
-            self._entering = generation
+            self._enter(generation)
+
+    def _enter(self, generation: int) -> None:
+        self._entering = generation
         phases.enter_generation(generation)
         self._flights.enter_generation(generation)
 
@@ -520,7 +497,7 @@ class Worlds:
     def receive(self, message: Message) -> None:
         """Handle a message from the agent."""
         match message:
-            case WorldMessage():
+            case Assignment() | Leave():
                 self._accept(message)
             case SigtermAnswer(leaving=leaving):
                 self._leaving_answer = leaving
@@ -549,33 +526,32 @@ class Worlds:
             case _:
                 pass
 
-    def _accept(self, message: WorldMessage) -> None:
+    def _accept(self, newer: Assignment | Leave) -> None:
         with self._changed:
             newest = self._newest
-            if newest is not None and message.world.generation <= newest.world.generation:
+            if newest is not None and newer.generation <= newest.generation:
                 return
-            self._newest = message
+            self._newest = newer
             # Under the lock, so that only the old group can be aborted: the main thread takes the
             # lock before it builds the next one.
-            if self._entering and self._must_abort(message):
+            if self._entering and self._must_abort(newer):
                 self._abort()
             self._changed.notify_all()
             is_first = not self.is_job_left
-            self.is_job_left = message.assignment is None and message.nodes == 0
+            self.is_job_left = isinstance(newer, Leave) and newer.nodes == 0
         if self.is_job_left and is_first:
             self.on_job_left()
 
-    def _must_abort(self, message: WorldMessage) -> bool:
-        world = message.world
-        if world.generation <= self._entering:
+    def _must_abort(self, newer: Assignment | Leave) -> bool:
+        if newer.generation <= self._entering:
             return False
-        if world.switch_at_step is not None and not self._replaces_current(message):
+        if newer.switch_at_step is not None and not self._replaces_current(newer):
             # Late: the others have left at that step, and this rank waits for them in its
             # collectives.
             step = self._current_step()
-            return step is not None and step >= world.switch_at_step
+            return step is not None and step >= newer.switch_at_step
         # At the end of a job, ranks leave at their next boundary, without an abort.
-        return message.assignment is not None or message.nodes > 0
+        return isinstance(newer, Assignment) or newer.nodes > 0
 
 
 def _require_mesh(environ: Mapping[str, str], *, has_met: bool) -> None:

@@ -22,7 +22,7 @@ from checkpoints.tensors import bytes_of
 from elastic.errors import GroupAborted
 from elastic.groups.collectives import complete
 from elastic.groups.group import ProcessGroup
-from elastic.groups.store import GroupSpec
+from elastic.link.link import GroupSpec
 from elastic.train.ddp import ElasticDDP
 from elastic.train.reduction import Reduction
 from elastic.wire.handshake import SecretKey
@@ -40,7 +40,7 @@ def spec(generation: int) -> GroupSpec:
         size=1,
         store_host="127.0.0.1",
         store_port=1,
-        store_key=SecretKey(bytes(32)),
+        store_key=SecretKey(bytes(32)).text,
     )
 
 

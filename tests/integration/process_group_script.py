@@ -33,7 +33,8 @@ from torch.utils.checkpoint import checkpoint
 from elastic.errors import GroupBuildFailed, Superseded
 from elastic.groups.faults import is_world_fault
 from elastic.groups.group import ProcessGroup
-from elastic.groups.store import GroupSpec, WorldStore
+from elastic.groups.store import WorldStore
+from elastic.link.link import GroupSpec
 from elastic.train import transfer
 from elastic.train.ddp import ElasticDDP
 from elastic.train.order import ControlFlags, StepFlags
@@ -61,7 +62,7 @@ class Rank:
             size=self.size if size is None else size,
             store_host="127.0.0.1",
             store_port=self.ports[generation % len(self.ports)],
-            store_key=SecretKey(bytes(32)),
+            store_key=SecretKey(bytes(32)).text,
         )
 
     def build(self, spec: GroupSpec, timeout_s: float = DEADLINE_S) -> None:

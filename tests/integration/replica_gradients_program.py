@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import ConfigError, GroupAborted
-from elastic.groups.replica import ModelReplica, ReplicaMeeting, ReplicaProcessGroup
-from elastic.groups.store import GroupSpec
+from elastic.groups.replica import ModelReplica, ReplicaProcessGroup
 from elastic.groups.world import ReplicaMesh
+from elastic.link.link import GroupSpec, ReplicaMeet
 from elastic.train.sharded import ShardedModule
 from elastic.wire.handshake import SecretKey
 
@@ -61,7 +61,8 @@ class Rank:
     ) -> None:
         self.rank, self.ports, self.mesh = rank, ports, mesh
         self.replica = ModelReplica(mesh, local_rank=rank, backend=backend)
-        self.replica.form(ReplicaMeeting(str(folder), f"{mesh}-{rank // mesh.size}"))
+        nonce = f"{mesh}-{rank // mesh.size}"
+        self.replica.form(ReplicaMeet(nonce=nonce, rank=rank, size=mesh.size), str(folder))
         self.group = ReplicaProcessGroup(torch.device("cpu"), self.replica)
         self.generation = 0
 
@@ -74,7 +75,7 @@ class Rank:
             size=SIZE,
             store_host="127.0.0.1",
             store_port=self.ports[self.generation % len(self.ports)],
-            store_key=SecretKey(b"k" * 32),
+            store_key=SecretKey(b"k" * 32).text,
         )
         self.group.build(spec, superseded=lambda: False, timeout_s=300.0)
 

@@ -165,7 +165,7 @@ def test_an_agent_whose_node_thread_hangs_is_not_live() -> None:
             journal=MemoryJournal(),
         )
     )
-    server = HealthServer(0, service.probes, on_error=service.fail)
+    server = HealthServer(0, service.probes, on_error=service.status.fail)
     service.start()
     server.start()
     try:

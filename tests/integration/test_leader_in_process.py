@@ -56,7 +56,7 @@ class InProcess(TestNode):
 
     def change(self, **fields: Any) -> None:
         change: Callable[[Node], Node] = lambda node: replace(node, **fields)  # noqa: E731
-        self.service.loop.post(ChangeNode(change))
+        self.context.post(ChangeNode(change))
 
     def ready(self) -> InProcess:
         """The workers reached the step loop."""
@@ -474,7 +474,7 @@ def test_a_follower_without_store_events_learns_of_the_world(
     monkeypatch.setattr(store_events, "handle", hear_no_worlds)
     c.workers_die(1)
     world = generation(server, 2)
-    eventually(lambda: deaf.status.world.world == world)
+    eventually(lambda: deaf.status.world == world)
 
 
 def test_below_min_nodes_the_survivors_pause_and_resume_without_restart(
@@ -506,7 +506,7 @@ def test_a_new_leader_does_not_train_beside_a_silent_member_of_an_older_world(
     b.ready()
     planned = generation(server, 2)
     assert planned.node_ids == (a.id, b.id) and planned.switch_at_step is not None
-    eventually(lambda: b.status.world.world == planned)
+    eventually(lambda: b.status.world == planned)
     probe = liveness.probe
 
     def probe_unless_silent(host: str, port: int, node_id: str, **more: Any) -> Verdict:
@@ -576,7 +576,7 @@ def end_a_window(node: InProcess, number: int, compute_s: float) -> None:
         checkpoint_s=0.0,
         script_s=0.0,
     )
-    node.service.loop.post(LinkEvent(KnownWorker(), StepReport(times=times)))  # type: ignore[arg-type]
+    node.context.post(LinkEvent(KnownWorker(), StepReport(times=times)))  # type: ignore[arg-type]
 
 
 def find_straggler(nodes: list[InProcess], slow: InProcess) -> StragglerFound:
@@ -610,7 +610,7 @@ def replaced(
     assert world.node_ids == (nodes[0].id, nodes[2].id, spare.id)
     assert world.switch_at_step is not None
     assert world.reason == f"{spare.journal.name} replaces {slow.journal.name}: {found.reason}"
-    eventually(lambda: slow.status.world.world == world)
+    eventually(lambda: slow.status.world == world)
     return nodes, slow, world
 
 

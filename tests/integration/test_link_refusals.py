@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kit.assignments import assignment
 from link_kit import DEADLINE_S, Agent, Processes, connect, hang_up
 from raw_peer import is_hung_up_on, prove
 
@@ -20,12 +21,12 @@ from elastic.link.link import (
     LIMITS,
     MAX_MESSAGE,
     PROTOCOL_VERSION,
+    Assignment,
     ClientHandshakeRequest,
     Heartbeat,
     Message,
     Ready,
     SigtermAnswer,
-    WorldMessage,
     encode,
     key_path,
     read_key,
@@ -33,7 +34,6 @@ from elastic.link.link import (
 from elastic.wire import base
 from elastic.wire.base import AuthenticationError
 from elastic.wire.handshake import ClientHandshake, SecretKey, frame
-from elastic.wire.messages import Cause, RankAssignment, WorldSpec, WorldState
 
 
 def connected(agent: Agent, *, proves: bool = True) -> socket.socket:
@@ -146,24 +146,7 @@ def test_a_key_file_writable_by_others_is_refused(agent: Agent, how: str, tmp_pa
         connect(agent.server.path)
 
 
-WORLD = WorldMessage(
-    world=WorldSpec(
-        generation=3,
-        nonce="aa",
-        lineage=(),
-        store_host="127.0.0.1",
-        store_port=1,
-        switch_at_step=None,
-        state=WorldState.ACTIVE,
-        cause=Cause.FIRST,
-        reason="",
-        committed_step=None,
-    ),
-    assignment=RankAssignment(rank=0, size=1, local_rank=0, local_size=1),
-    node_rank=0,
-    nodes=1,
-    store_key="",
-)
+WORLD = assignment(3)
 HELLO = ClientHandshakeRequest(version=PROTOCOL_VERSION, pid=os.getpid(), local_rank=1, library="0")
 
 
@@ -183,7 +166,7 @@ def test_a_worker_that_sends_a_disallowed_message_is_disconnected(
         worker.sendall(b"".join(frame(encode(message)) for message in sent))
         while worker.recv(1 << 16):
             pass  # the handshake succeeded first
-    assert not [m for _, m in agent.said.queue if isinstance(m, WorldMessage)]
+    assert not [m for _, m in agent.said.queue if isinstance(m, Assignment)]
 
 
 def test_silent_clients_are_disconnected() -> None:

@@ -169,7 +169,7 @@ class TestNode:
         return self
 
     def enter(self) -> WorldRecord:
-        world = self.service.wait_for_world()
+        world = self.service.world_wait.run()
         assert world is not None
         self.service.enter(world, waited_s=0.0)
         return world
@@ -188,7 +188,7 @@ class TestNode:
         """Stop silently; the port still answers."""
         loop = self.service.loop
         loop._end = lambda: None  # type: ignore[method-assign]
-        loop.post(Close())
+        self.context.post(Close())
         loop._thread.join()
 
     def crash(self) -> None:
@@ -594,7 +594,7 @@ def test_a_job_resumes_after_all_nodes_left_gracefully(
         node.service.leave("SIGTERM")
         node.service.close()
     assert world_in(server).members == ()
-    world = trio(start)[0].service.running
+    world = trio(start)[0].service.status.running
     assert world is not None and world.generation > 1
 
 
@@ -604,7 +604,7 @@ def test_a_job_restarts_after_all_nodes_crashed(
     for node in trio(start):  # one by one: a survivor may write a paused world in between
         node.die()
     fresh = trio(start)
-    world = fresh[0].service.running
+    world = fresh[0].service.status.running
     assert world is not None
     assert world.generation > 1
     assert world.cause is Cause.TAKEOVER
@@ -731,7 +731,7 @@ def test_a_leader_that_has_never_seen_the_lost_world_hands_over_to_a_node_that_r
 ) -> None:
     """The nodes' keys only name the world that they run."""
     a, b, c = trio(start)
-    world = a.service.running
+    world = a.service.status.running
     assert world is not None
     # The members are slower than a node that arrives after the wipe.
     candidates: list[str] = []
@@ -831,7 +831,7 @@ def test_a_node_that_finishes_with_a_full_store_does_not_wait_for_an_outage_to_e
     a.enter()
     server.full = True
     assert a.service.finish(patience_s=1_000 * DEADLINE_S) is None
-    assert isinstance(a.service.store_problem, StoreFull)
+    assert isinstance(a.service.status.store_problem, StoreFull)
 
 
 def test_a_parking_node_that_finishes_waits_until_a_full_store_is_freed(
@@ -847,7 +847,7 @@ def test_a_parking_node_that_finishes_waits_until_a_full_store_is_freed(
         target=lambda: ended.append(a.service.finish(patience_s=math.inf)), name="main", daemon=True
     )
     main.start()
-    eventually(lambda: isinstance(a.service.store_problem, StoreFull))
+    eventually(lambda: isinstance(a.service.status.store_problem, StoreFull))
     server.full = False
     main.join(DEADLINE_S)
     assert [done is not None and done.exit_code for done in ended] == [0]
@@ -861,7 +861,7 @@ def test_a_node_that_arrives_again_under_a_full_store_is_told_so_at_once(
     server.full = True
     a.arrive(failure="RuntimeError: no", exit_code=3)
     with pytest.raises(StoreFull):
-        a.service.wait_for_world()
+        a.service.world_wait.run()
 
 
 @pytest.mark.parametrize(
@@ -980,7 +980,7 @@ def test_random_crashes_and_joins_never_form_two_worlds(
         node.arrive()
         while not stop.is_set() and not crashed.is_set():
             try:
-                world = node.service.wait_for_world()
+                world = node.service.world_wait.run()
             except JoinTimeout:
                 continue
             except CoordinationError:

@@ -39,11 +39,11 @@ class ReplicaNode(TestNode):
     def turn(self) -> None:
         """The next action of torchrun's main thread, without waiting."""
         service = self.service
-        if service.running is not None:
+        if service.status.running is not None:
             if service.newer_world():
                 self.arrive()
             return
-        world = self.status.world.world
+        world = self.status.world
         if world is not None and service.world_wait.is_for_us(world):
             service.enter(world, waited_s=0.0)
 
@@ -98,7 +98,7 @@ class Job:
         if world is None or world.state is not WorldState.ACTIVE or len(world.members) != whole:
             return None
         inside = [here.get(i) for i in world.node_ids]
-        if not all(node is not None and node.service.running == world for node in inside):
+        if not all(node is not None and node.service.status.running == world for node in inside):
             return None
         outside = [node for node in self.here if node not in inside]
         waits = [node.status.waits_for for node in outside]
@@ -107,7 +107,7 @@ class Job:
     def describe(self) -> str:
         world = self.world()
         lines = [f"{world.generation} {world.reason} {world.node_ids}" if world else "no world"]
-        lines += [f"{n.id} {n.status.node.state} {n.service.running}" for n in self.here]
+        lines += [f"{n.id} {n.status.node.state} {n.service.status.running}" for n in self.here]
         return "\n".join(lines)
 
 
@@ -160,7 +160,7 @@ def test_a_waiting_node_reports_the_reason_in_its_log_and_probes(job: Job) -> No
     assert [e.reason for e in spare.events if isinstance(e, Waiting)].count(said) == 1
     status = spare.status
     verdict = readiness(
-        status.node, status.world.world, None, is_parked=False, waits_for=status.waits_for
+        status.node, status.world, None, is_parked=False, waits_for=status.waits_for
     )
     assert not verdict.is_ok and verdict.reason.startswith(said)
 

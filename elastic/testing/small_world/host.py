@@ -24,6 +24,7 @@ import torch
 
 from elastic.agent.identity import PortReserve
 from elastic.link.link import (
+    Assignment,
     ClientHandshakeRequest,
     CollectiveFailure,
     Entered,
@@ -40,7 +41,6 @@ from elastic.link.link import (
     SigtermAsk,
     Worker,
     WorkerDeath,
-    WorldMessage,
 )
 from elastic.testing.small_world.recording import RecordOrder
 from elastic.testing.small_world.worker import become_worker
@@ -49,10 +49,7 @@ from elastic.wire.handshake import SecretKey
 from elastic.wire.messages import (
     CALL_JOIN,
     NO_WORLD,
-    Cause,
-    RankAssignment,
     WorldIdentity,
-    WorldSpec,
     WorldState,
     world_variables,
 )
@@ -192,28 +189,27 @@ class SmallJob:
         """The variables that torchrun and our agent set. A worker that joins a running world
         receives its rank over the link (elastic/launcher/handler.py)."""
         size = self._per_node if is_joining else self._size
+        local_size = min(self._per_node, size)
         identity = WorldIdentity(generation=self._generation, nonce=self._nonce, lineage=())
         values: dict[str, object] = {
             "TORCHELASTIC_RUN_ID": "small-world",
             "TORCHELASTIC_RESTART_COUNT": int(is_joining),
             "TORCHELASTIC_MAX_RESTARTS": 1000,
             "ELASTIC_LINK": link,
-            "LOCAL_RANK": self._assignment(rank, size).local_rank,
+            "LOCAL_RANK": rank % local_size,
             "ELASTIC_MAX_NODES": self._size,
             "ELASTIC_NODE_NAME": f"node-{len(self._processes)}",
         }
         return {name: str(value) for name, value in values.items()} | world_variables(
             NO_WORLD if is_joining else identity,
-            self._assignment(rank, size),
+            rank=rank,
+            size=size,
+            local_size=local_size,
             node_rank=rank // self._per_node,
             nodes=max(1, size // self._per_node),
             store_host="127.0.0.1",
             store_port=CALL_JOIN if is_joining else self._store_port,
         )
-
-    def _assignment(self, rank: int, size: int) -> RankAssignment:
-        per_node = min(self._per_node, size)
-        return RankAssignment(rank=rank, size=size, local_rank=rank % per_node, local_size=per_node)
 
     @property
     def _store_port(self) -> int:
@@ -306,7 +302,7 @@ class SmallJob:
                 nonce = secrets.token_hex(4)
                 for member in local.join(worker, size):
                     process.server.send(
-                        ReplicaMeet(nonce=nonce, rank=member.local_rank % size), member
+                        ReplicaMeet(nonce=nonce, rank=member.local_rank % size, size=size), member
                     )
             case ClientHandshakeRequest():
                 process.is_handshaken, process.worker = True, worker
@@ -355,25 +351,25 @@ class SmallJob:
         if not process.is_handshaken:
             return  # not connected yet: the world is announced after its handshake
         rank, size = self._members.index(process), len(self._members)
-        message = WorldMessage(
-            world=WorldSpec(
-                generation=self._generation,
-                nonce=self._nonce,
-                lineage=tuple(range(1, self._generation)),
-                store_host="127.0.0.1",
-                store_port=self._store_port,
-                switch_at_step=None,
-                state=WorldState.ACTIVE,
-                cause=Cause.FIRST if self._generation == 1 else Cause.LOST,
-                reason="a small world",
-                committed_step=self._step or None,
-            ),
-            assignment=self._assignment(rank, size),
+        local_size = min(self._per_node, size)
+        assignment = Assignment(
+            generation=self._generation,
+            nonce=self._nonce,
+            lineage=tuple(range(1, self._generation)),
+            rank=rank,
+            size=size,
+            local_rank=rank % local_size,
+            local_size=local_size,
             node_rank=rank // self._per_node,
             nodes=max(1, size // self._per_node),
+            store_host="127.0.0.1",
+            store_port=self._store_port,
             store_key=self._store_key.text,
+            switch_at_step=None,
+            state=WorldState.ACTIVE,
+            committed_step=self._step or None,
         )
-        process.server.send(message, process.worker)
+        process.server.send(assignment, process.worker)
 
 
 def main() -> None:

@@ -64,22 +64,22 @@ def with_n3_out(code: int = 1, *, since_s: float = NOW - 5) -> Broken:
 def test_a_joining_node_that_fails_by_itself_is_quarantined() -> None:
     accounting = joined_s_ago(10.0)
     accounting.charge(with_n3_out(), None, NOW)
-    assert accounting.quarantined(NOW) == {"id-n3": NOW + 30.0}
-    assert accounting.quarantined(NOW + 30.0) == {}
+    assert accounting.flaps.quarantined(NOW) == {"id-n3": NOW + 30.0}
+    assert accounting.flaps.quarantined(NOW + 30.0) == {}
 
 
 @pytest.mark.parametrize(("code", "seconds"), [(-9, 10.0), (-15, 10.0), (1, 70.0)])
 def test_a_node_killed_or_failed_later_is_not_quarantined(code: int, seconds: float) -> None:
     accounting = joined_s_ago(seconds)
     accounting.charge(with_n3_out(code, since_s=NOW - seconds), None, NOW)
-    assert accounting.quarantined(NOW) == {}
+    assert accounting.flaps.quarantined(NOW) == {}
 
 
 def test_members_of_the_first_world_are_not_joining_nodes() -> None:
     accounting = FailureAccounting(OPTIONS)
     accounting.formed(None, EIGHT, NOW - 1)
     accounting.charge(with_n3_out(), None, NOW)
-    assert accounting.quarantined(NOW) == {}
+    assert accounting.flaps.quarantined(NOW) == {}
 
 
 def test_a_joining_node_lost_before_the_switch_is_quarantined_by_name() -> None:
@@ -91,7 +91,7 @@ def test_a_joining_node_lost_before_the_switch_is_quarantined_by_name() -> None:
     accounting.charge(
         broken(view(pending, runs("n1", SEVEN), runs("n2", SEVEN), gone=gone)), None, NOW
     )
-    assert accounting.quarantined(NOW) == {"n3": NOW + 30.0}
+    assert accounting.flaps.quarantined(NOW) == {"n3": NOW + 30.0}
 
 
 def charge_repeatedly(accounting: FailureAccounting, times: int, *, steps: int) -> StopJob | None:
@@ -280,7 +280,7 @@ def test_an_oom_kill_has_its_own_verdict_and_quarantines_a_joining_node() -> Non
     accounting.charge(replace(with_n3_out(-9), failures=(failed,)), None, NOW)
     assert accounting.verdict is not None
     assert accounting.verdict[1].rule == "host-out-of-memory"
-    assert "id-n3" in accounting.quarantined(NOW)
+    assert "id-n3" in accounting.flaps.quarantined(NOW)
 
 
 def test_a_fault_in_the_kernel_log_quarantines_its_node_and_not_the_peer() -> None:
@@ -294,8 +294,8 @@ def test_a_fault_in_the_kernel_log_quarantines_its_node_and_not_the_peer() -> No
     assert accounting.verdict is not None
     failed, verdict = accounting.verdict
     assert (failed.node, verdict.evidence) == ("n3", f"kernel log: {xid}")
-    assert "id-n3" in accounting.quarantined(NOW)
-    assert "id-n1" not in accounting.quarantined(NOW)
+    assert "id-n3" in accounting.flaps.quarantined(NOW)
+    assert "id-n1" not in accounting.flaps.quarantined(NOW)
 
 
 def test_the_next_leader_continues_the_count() -> None:
@@ -340,7 +340,7 @@ def test_a_node_that_all_others_waited_for_is_quarantined_by_id() -> None:
         )
         members = [runs(n, group) for n in ("n1", "n2", "n3")]
         accounting.charge(broken(view(group, *members, failure_reports=reports)), None, NOW)
-    assert set(accounting.quarantined(NOW)) == {"id-n2"}
+    assert set(accounting.flaps.quarantined(NOW)) == {"id-n2"}
 
 
 # ── verdicts on failures ─────────────────────────────────────────────────────────────────────
@@ -362,7 +362,7 @@ def test_a_faulty_gpu_quarantines_its_node_at_once() -> None:
     accounting = FailureAccounting(OPTIONS)
     text = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
     assert accounting.charge(failed_with(text), None, NOW) is None
-    assert accounting.quarantined(NOW) == {"id-n3": NOW + 30.0}
+    assert accounting.flaps.quarantined(NOW) == {"id-n3": NOW + 30.0}
     assert accounting.verdict is not None and accounting.verdict[1].rule == "gpu-hardware"
 
 
@@ -373,7 +373,7 @@ def test_a_module_that_is_missing_on_one_node_quarantines_it_once_the_job_has_tr
     later = FailureAccounting(OPTIONS)
     later.observe(StepRate(8, 40, 0.1, NOW))
     assert later.charge(failed_with(text), StepRate(8, 41, 0.1, NOW), NOW) is None
-    assert "id-n3" in later.quarantined(NOW)
+    assert "id-n3" in later.flaps.quarantined(NOW)
 
 
 def test_one_statement_that_fails_on_all_nodes_counts_once() -> None:
@@ -438,7 +438,7 @@ def test_a_module_that_is_missing_on_a_node_that_joins_does_not_end_the_job() ->
     accounting = FailureAccounting(OPTIONS)
     accounting.formed(seven, eight, NOW - 4)
     assert accounting.charge(failed_with(text, eight), None, NOW) is None
-    assert "id-n3" in accounting.quarantined(NOW)
+    assert "id-n3" in accounting.flaps.quarantined(NOW)
     restarted = FailureAccounting(OPTIONS)
     eight = replace(eight, cause=Cause.FAILURE)
     restarted.formed(seven, eight, NOW - 4)
@@ -478,7 +478,7 @@ def test_no_failure_of_a_joining_node_ends_the_job_of_others(
         v = view(eight, *others, failed)
         failure = replace(broken(v, since_s=now - 5), failures=(facts,))
         assert accounting.charge(failure, None, now) is None
-        assert "id-n3" in accounting.quarantined(now)
+        assert "id-n3" in accounting.flaps.quarantined(now)
         now += OPTIONS.quarantine_s
         seven = replace(seven, generation=eight.generation + 1)
         eight = replace(eight, generation=eight.generation + 2)
@@ -611,4 +611,4 @@ def test_repeated_failures_of_a_machine_are_not_script_errors() -> None:
         failed = replace(failed, failures=(Failed("id-n2", "n2", ECC, 1),))
         assert accounting.charge(failed, None, NOW + generation) is None
         assert accounting.records(NOW, 0.0)[-1].excluded == "n2"
-        assert "id-n2" in accounting.quarantined(NOW + generation)
+        assert "id-n2" in accounting.flaps.quarantined(NOW + generation)

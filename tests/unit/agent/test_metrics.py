@@ -107,7 +107,7 @@ class ScrapedNode:
     def __init__(self, *, name: str = "n1", run_id: str = "llama-7") -> None:
         self.clock = ManualClock()
         self.status = NodeStatus(replace(IN_SEVEN, name=name), Keys.of("/elastic", "r"), 0.0)
-        self.status.world = WorldEntry(SEVEN, 1, 0.0)
+        self.status.world_entry = WorldEntry(SEVEN, 1, 0.0)
         self.metrics = NodeMetrics(self.clock, collects_worker_events=True)
         self.states: dict[NodeState, int] | None = None
         self.name, self.run_id = name, run_id
@@ -245,9 +245,9 @@ def test_the_world_and_the_nodes_role_are_shown(scraped: ScrapedNode) -> None:
     assert scraped.value("elastic_node_state", state="ready") == 1
     assert scraped.value("elastic_node_state", state="leaving") == 0
     paused: WorldRecord = replace(SEVEN, state=WorldState.PAUSED)
-    scraped.status.world = WorldEntry(paused, 2, 0.0)
+    scraped.status.world_entry = WorldEntry(paused, 2, 0.0)
     assert scraped.value("elastic_world_paused") == 1
-    scraped.status.world = WorldEntry(None, 0, 0.0)
+    scraped.status.world_entry = WorldEntry(None, 0, 0.0)
     assert scraped.value("elastic_generation") is None
 
 

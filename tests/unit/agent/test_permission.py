@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from kit.assignments import assignment
 from kit.journal import MemoryJournal
 from kit.manual_clock import ManualClock
 from kit.membership_nodes import node, world
@@ -18,13 +19,12 @@ from kit.run_kit import job, process, steps_of_job
 import checkpoints
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
 from elastic.agent.service import Permission
-from elastic.link.link import Heartbeat, Permit, WorldMessage
+from elastic.link.link import Heartbeat, Permit
 from elastic.membership.records import Done, Keys, NodeState, Outcome, WorldRecord
 from elastic.train.step import Step
 from elastic.tuning.intervals import permission_s
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey
-from elastic.wire.messages import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.worker.worlds import Worlds
 
 DEADLINE_S = 60.0
@@ -66,7 +66,7 @@ class Agent:
     def __init__(self) -> None:
         running = node("n1", NodeState.READY, in_process=True, running=WORLD)
         self.status = NodeStatus(running, KEYS, 0.0)
-        self.status.world = WorldEntry(WORLD, 5, 0.0)
+        self.status.world_entry = WorldEntry(WORLD, 5, 0.0)
         self.lease, self.workers = HeldLease(), PermissionRecorder()
         self.granted: list[float] = []
         context = NodeContext(
@@ -117,7 +117,7 @@ def test_a_lost_lease_does_not_extend_the_permission() -> None:
 
 def evicted(status: NodeStatus) -> None:
     eight = replace(world("n2", generation=8, mode="in-process"))
-    status.world = WorldEntry(eight, 6, 0.0)
+    status.world_entry = WorldEntry(eight, 6, 0.0)
 
 
 def over(status: NodeStatus) -> None:
@@ -148,7 +148,7 @@ def test_a_pending_change_of_the_world_extends_the_permission(newer: WorldRecord
     agent = Agent()
     agent.turns()
     agent.lease.renewed_s = 150.0
-    agent.status.world = WorldEntry(newer, 6, 0.0)
+    agent.status.world_entry = WorldEntry(newer, 6, 0.0)
     assert agent.turns() is not None
 
 
@@ -170,27 +170,6 @@ def worlds_of(clock: ManualClock) -> Worlds:
         position=lambda: Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0),
         current_step=lambda: None,
         clock=clock,
-    )
-
-
-def message(generation: int, *, switch_at_step: int | None = None) -> WorldMessage:
-    return WorldMessage(
-        world=WorldSpec(
-            generation=generation,
-            nonce="ab",
-            lineage=(),
-            store_host="",
-            store_port=0,
-            switch_at_step=switch_at_step,
-            state=WorldState.ACTIVE,
-            cause=Cause.FIRST,
-            reason="",
-            committed_step=None,
-        ),
-        assignment=RankAssignment(rank=0, size=1, local_rank=0, local_size=1),
-        node_rank=0,
-        nodes=1,
-        store_key="",
     )
 
 
@@ -229,20 +208,20 @@ def test_a_worker_waits_while_the_permission_has_expired() -> None:
 def test_a_new_world_ends_the_wait_but_a_plan_does_not() -> None:
     clock = ManualClock(100.0)
     worlds = worlds_of(clock)
-    worlds.receive(message(1))
-    assert worlds.next().world.generation == 1
+    worlds.receive(assignment(1))
+    assert worlds.next().generation == 1
     worlds.receive(Permit(until_s=99.0))
     worker = Waiting(worlds)
-    worlds.receive(message(2, switch_at_step=50))
+    worlds.receive(assignment(2, switch_at_step=50))
     assert worker.waits
-    worlds.receive(message(3))
+    worlds.receive(assignment(3))
     assert worker.continues()
 
 
 def test_in_restart_mode_a_new_world_is_no_permission() -> None:
     """The agent restarts the worker for that world."""
     worlds = worlds_of(ManualClock(100.0))
-    worlds.receive(message(1))
+    worlds.receive(assignment(1))
     worlds.receive(Permit(until_s=99.0))
     worker = Waiting(worlds)
     assert worker.waits

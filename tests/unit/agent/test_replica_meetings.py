@@ -107,7 +107,7 @@ def test_two_waiting_nodes_meet_at_the_first_one() -> None:
     assert a.node.replica == b.node.replica == ("id-n2", "id-n1")
     met = {**b.workers.meetings, **{2 + r: m for r, m in a.workers.meetings.items()}}
     assert {place: m.rank for place, m in met.items()} == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert {(m.host, m.port) for m in met.values()} == {("10.0.0.2", 7002)}
+    assert {(m.store_host, m.store_port) for m in met.values()} == {("10.0.0.2", 7002)}
     assert len({m.nonce for m in met.values()}) == 1
     assert not c.workers.meetings and not c.node.replica
 
@@ -163,7 +163,7 @@ def test_workers_of_a_world_meet_in_the_order_of_its_members() -> None:
     agent.join()
     agent.look()
     met = agent.workers.meetings
-    assert {rank: (m.rank, m.host, m.port) for rank, m in met.items()} == {
+    assert {rank: (m.rank, m.store_host, m.store_port) for rank, m in met.items()} == {
         0: (2, "10.0.0.3", 7003),
         1: (3, "10.0.0.3", 7003),
     }

@@ -244,7 +244,7 @@ def test_a_node_whose_worker_cannot_be_ended_is_out_of_every_world_until_it_has(
     context.status.change_node(lambda n: replace(n, running=world("n1", "n2")))
     context.status.stopping = True  # torchrun has sent SIGKILL and waits
     workers.is_hung(worker.pid, "rank 0 hangs in a checkpoint")
-    workers.is_unkillable(worker.pid, "SIGKILL has had no effect")
+    workers.deaths.on_unkillable(worker.pid, "SIGKILL has had no effect")
     record = context.status.node
     assert (record.state, record.running, record.arrived_for) == (NodeState.FAILED, None, 7)
     assert record.failure == "hang: rank 0 hangs in a checkpoint; SIGKILL has had no effect"

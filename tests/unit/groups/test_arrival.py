@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from kit.assignments import assignment
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from elastic.errors import SYSTEM_CLOCK, ConfigError, GroupBuildFailed, Superseded
-from elastic.groups.store import GroupSpec, OpenStore, meet, open_store
-from elastic.wire.handshake import SecretKey
+from elastic.groups.store import OpenStore, meet, open_store
+from elastic.link.link import Assignment
 
-KEY = SecretKey.generate()
 PATIENCE_S = 120.0
 
 
@@ -22,16 +22,8 @@ def never() -> None:
     """A check that never finds the world superseded."""
 
 
-def spec(rank: int, size: int, port: int = 1) -> GroupSpec:
-    return GroupSpec(
-        generation=3,
-        nonce="n",
-        rank=rank,
-        size=size,
-        store_host="127.0.0.1",
-        store_port=port,
-        store_key=KEY,
-    )
+def spec(rank: int, size: int, port: int = 1) -> Assignment:
+    return assignment(3, nonce="n", rank=rank, size=size, store_port=port)
 
 
 @pytest.fixture

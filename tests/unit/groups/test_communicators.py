@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import nccl_semantics
+from kit.assignments import assignment
 from kit.nccl_semantics import control
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
@@ -26,25 +27,13 @@ from elastic.groups.group import (
     open_communicator,
 )
 from elastic.groups.pending import open_works
-from elastic.groups.store import GroupSpec
-from elastic.link.link import WorldMessage
 from elastic.telemetry.log import get_logger
 from elastic.tuning import environment, intervals
 from elastic.tuning.environment import TUNED
-from elastic.wire.handshake import SecretKey
-from elastic.wire.messages import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.worker.worlds import Worlds
 
 DEADLINE_S = 60.0
-SPEC = GroupSpec(
-    generation=1,
-    nonce="n",
-    rank=0,
-    size=1,
-    store_host="127.0.0.1",
-    store_port=1,
-    store_key=SecretKey(bytes(32)),
-)
+SPEC = assignment()
 
 
 @pytest.fixture
@@ -116,7 +105,7 @@ def test_an_abort_that_hangs_does_not_block_and_ends_the_process(
     control.hang_in_abort = True
     worlds = Worlds(abort=group.abort, position=lambda: None, current_step=lambda: None)  # type: ignore[arg-type, return-value]
     worlds.formed(1)
-    link = threading.Thread(target=worlds.receive, args=(world_message(),))
+    link = threading.Thread(target=worlds.receive, args=(assignment(2),))
     link.start()
     link.join(DEADLINE_S)
     assert not link.is_alive()
@@ -125,27 +114,6 @@ def test_an_abort_that_hangs_does_not_block_and_ends_the_process(
     assert "elastic-abort" in threads
     assert ended.wait(DEADLINE_S)
     assert "generation 1 on rank 0 of 1 has not returned for 0.2 s" in reasons[0]
-
-
-def world_message(generation: int = 2, switch_at_step: int | None = None) -> WorldMessage:
-    return WorldMessage(
-        world=WorldSpec(
-            generation=generation,
-            nonce="m",
-            lineage=(),
-            store_host="127.0.0.1",
-            store_port=1,
-            switch_at_step=switch_at_step,
-            state=WorldState.ACTIVE,
-            cause=Cause.LOST,
-            reason="",
-            committed_step=None,
-        ),
-        assignment=RankAssignment(rank=0, size=1, local_rank=0, local_size=1),
-        node_rank=0,
-        nodes=1,
-        store_key="",
-    )
 
 
 @pytest.mark.parametrize(
@@ -167,11 +135,11 @@ def test_a_plan_that_replaces_the_world_being_formed_aborts_its_formation(
         position=lambda: None,  # type: ignore[arg-type, return-value]
         current_step=lambda: None,
     )
-    worlds.receive(world_message(2, 7))
-    assert worlds.next().world.generation == 2
+    worlds.receive(assignment(2, switch_at_step=7))
+    assert worlds.next().generation == 2
     if has_entered:
         worlds.entered(7)
-    worlds.receive(world_message(3, switch_at_step))
+    worlds.receive(assignment(3, switch_at_step=switch_at_step))
     assert len(aborts) == expected
     assert worlds.is_superseded() is bool(expected)
 
@@ -243,8 +211,10 @@ IN_PROCESS = {setting.name: setting.value for setting in environment.in_process_
 
 @pytest.mark.parametrize("given", [{ASYNC: "3"}, {OLD: "1"}, {"TORCH_NCCL_DESYNC_DEBUG": "1"}])
 def test_torchs_error_handling_is_overridden_with_a_warning(
-    given: dict[str, str], caplog: pytest.LogCaptureFixture
+    given: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The first use of the logger in a process disables propagation to pytest's handler.
+    monkeypatch.setattr(get_logger(), "propagate", True)
     caplog.set_level("WARNING", logger="elastic")
     environ = dict(given)
     leave_errors_to_us(environ, is_in_process=True)

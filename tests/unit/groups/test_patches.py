@@ -9,24 +9,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from kit.assignments import assignment
 
 from elastic.errors import GroupAborted, Superseded
 from elastic.groups.group import ProcessGroup
 from elastic.groups.pending import PendingWorks, open_works, pending_works
-from elastic.groups.store import GroupSpec
-from elastic.wire.handshake import SecretKey
 
 DEADLINE_S = 60.0
 OF_TORCH = vars(dist.Work)["wait"]
-SPEC = GroupSpec(
-    generation=1,
-    nonce="n",
-    rank=0,
-    size=1,
-    store_host="127.0.0.1",
-    store_port=1,
-    store_key=SecretKey(bytes(32)),
-)
+SPEC = assignment()
 
 
 def build(group: ProcessGroup) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import device_stream, nccl_semantics
+from kit.assignments import assignment
 from kit.device_stream import SimulatedEvent
 from kit.nccl_semantics import control
 from torch.distributed import distributed_c10d
@@ -20,22 +21,12 @@ from elastic.groups import pending
 from elastic.groups.collectives import complete
 from elastic.groups.group import ProcessGroup
 from elastic.groups.pending import open_works, pending_works
-from elastic.groups.store import GroupSpec
 from elastic.hangs.page import PageReader, Phase, PhaseRecorder
-from elastic.wire.handshake import SecretKey
 
 DEADLINE_S = 60.0
 NEVER_S = 1000.0
 CPU = torch.device("cpu")
-SPEC = GroupSpec(
-    generation=1,
-    nonce="n",
-    rank=0,
-    size=1,
-    store_host="127.0.0.1",
-    store_port=1,
-    store_key=SecretKey(bytes(32)),
-)
+SPEC = assignment()
 
 
 @pytest.fixture(params=[False, True], ids=["NCCL", "NCCL2"])

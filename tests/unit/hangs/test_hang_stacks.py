@@ -211,10 +211,10 @@ def test_every_node_of_a_large_world_sends_the_stacks_of_its_ranks(name: str) ->
     )
     hangs = Hangs(context)
     lease = store.lease(60)
-    with contextlib.closing(lease), contextlib.closing(hangs):
-        hangs.start()
-        hangs.supervise([Supervised(os.getpid(), 0, "")])
-        hangs.learn(members)
+    with contextlib.closing(lease), contextlib.closing(hangs.watch):
+        hangs.watch.start()
+        hangs.watch.supervise((Supervised(os.getpid(), 0, ""),))
+        hangs.watch_world(members)
         hangs.on_verdict(Entry(KEYS.hang_verdict, encode(verdict_of_a_large_world()), 1, 1))
         taken = eventually(lambda: taken_of(context), "the stacks of this node")
         hangs.on_stacks_taken(taken)

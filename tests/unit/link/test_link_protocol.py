@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.assignments import assignment
 
 from elastic.errors import LinkError
 from elastic.hangs.page import StepDurations
@@ -20,41 +21,27 @@ from elastic.link.link import (
     FROM_AGENT,
     FROM_WORKER,
     MAX_MESSAGE,
+    Assignment,
     ClientHandshakeRequest,
     CountEvents,
     Exiting,
     Heartbeat,
+    Leave,
     MeasureSteps,
     Message,
     Ready,
     StepReport,
-    WorldMessage,
     decode,
     encode,
 )
 from elastic.telemetry.events import CheckpointSaved, CheckpointSkipped
-from elastic.wire.messages import Cause, RankAssignment, WorldSpec, WorldState
+from elastic.wire.tls import TlsFiles
 
-WORLD = WorldMessage(
-    world=WorldSpec(
-        generation=3,
-        nonce="aa",
-        lineage=(1, 2),
-        store_host="10.0.0.1",
-        store_port=4711,
-        switch_at_step=None,
-        state=WorldState.ACTIVE,
-        cause=Cause.LOST,
-        reason="n3 is lost",
-        committed_step=12,
-    ),
-    assignment=RankAssignment(rank=1, size=3, local_rank=0, local_size=1),
-    node_rank=1,
-    nodes=3,
-    store_key="",
-)
+WORLD = assignment(3, lineage=(1, 2), rank=1, size=3, store_tls=TlsFiles("/ca", "/cert", "/key"))
 SAID = [
     WORLD,
+    assignment(3),
+    Leave(generation=3, nodes=2, nodes_leaving=1, switch_at_step=30),
     ClientHandshakeRequest(version=1, pid=2, local_rank=0, library="0.1"),
     Heartbeat(generation=1, step=2, phase="step", step_time_s=0.1),
     Ready(),
@@ -92,9 +79,8 @@ def test_garbage_is_a_link_error(line: bytes) -> None:
 
 
 PATHS = [
-    *((f.name,) for f in fields(WorldMessage)),
-    *(("world", f.name) for f in fields(WorldSpec)),
-    *(("assignment", f.name) for f in fields(RankAssignment)),
+    *((f.name,) for f in fields(Assignment)),
+    *(("store_tls", f.name) for f in fields(TlsFiles)),
 ]
 
 
@@ -121,14 +107,14 @@ def test_a_field_of_another_type_is_a_link_error_or_fits(path: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (("nodes",), "3", "WorldMessage has nodes='3', expected int, got str"),
-        (("world", "lineage"), [1, True], r"has world\.lineage\[1\]=True, expected int, got bool"),
-        (("world", "state"), "gone", r"has world\.state='gone', expected one of: active, paused"),
-        (("world", "colour"), 1, "has in world: unknown 'colour'"),
-        (("assignment", "colour"), 1, "has in assignment: unknown 'colour'"),
-        (("assignment",), {"rank": 1}, "has in assignment: missing"),
-        (("assignment",), [], r"has assignment=\[\], expected object . null, got array"),
-        (("store_tls",), ["a", "b", "c"], "has store_tls="),
+        (("nodes",), "3", "Assignment has nodes='3', expected int, got str"),
+        (("lineage",), [1, True], r"has lineage\[1\]=True, expected int, got bool"),
+        (("state",), "gone", "has state='gone', expected one of: active, paused"),
+        (("colour",), 1, "has in the top: unknown 'colour'"),
+        (("store_tls", "cert"), 1, r"has store_tls\.cert=1, expected str, got int"),
+        (("store_tls", "colour"), 1, "has in store_tls: unknown 'colour'"),
+        (("store_tls",), {"cert": "a"}, "has in store_tls: missing"),
+        (("store_tls",), [], r"has store_tls=\[\], expected object . null, got array"),
     ],
 )
 def test_an_error_names_the_message_the_field_and_the_value(
@@ -190,15 +176,15 @@ def test_text_that_cannot_be_encoded_is_replaced() -> None:
 
 
 def test_texts_in_a_record_are_truncated_and_replaced() -> None:
-    reason = "first" + "x" * 10**5 + os.fsdecode(b"\xff") + "last"
-    said = decode(encode(replace(WORLD, world=replace(WORLD.world, reason=reason))))
-    assert isinstance(said, WorldMessage)
-    assert said.world.reason.endswith("?last") and len(said.world.reason) < 5000
+    path = "first" + "x" * 10**5 + os.fsdecode(b"\xff") + "last"
+    said = decode(encode(replace(WORLD, store_tls=TlsFiles("/ca", path, "/key"))))
+    assert isinstance(said, Assignment) and said.store_tls is not None
+    assert said.store_tls.cert.endswith("?last") and len(said.store_tls.cert) < 5000
 
 
 def test_a_message_that_the_receiver_would_reject_is_not_sent() -> None:
-    with pytest.raises(LinkError, match="WorldMessage"):
-        encode(replace(WORLD, world=replace(WORLD.world, lineage=tuple(range(10**5)))))
+    with pytest.raises(LinkError, match="Assignment"):
+        encode(replace(WORLD, lineage=tuple(range(10**5))))
     line = json.dumps({"type": "Exiting", "clean": True, "error": "x" * MAX_MESSAGE}).encode()
     with pytest.raises(LinkError, match="bytes"):
         decode(line)

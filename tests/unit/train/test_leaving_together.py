@@ -8,37 +8,16 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from kit.assignments import assignment
 
 from elastic.errors import WorldChanged
 from elastic.groups.replica import ModelReplica
 from elastic.groups.world import ReplicaMesh
-from elastic.link.link import Heartbeat, WorldMessage
+from elastic.link.link import Heartbeat
 from elastic.train.current import CurrentStep
 from elastic.train.recovery import InProcess
 from elastic.train.step import Step
-from elastic.wire.messages import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.worker.worlds import Worlds
-
-
-def message(generation: int, *, switch_at_step: int | None = None) -> WorldMessage:
-    return WorldMessage(
-        world=WorldSpec(
-            generation=generation,
-            nonce="ab",
-            lineage=(),
-            store_host="",
-            store_port=0,
-            switch_at_step=switch_at_step,
-            state=WorldState.ACTIVE,
-            cause=Cause.FIRST,
-            reason="",
-            committed_step=None,
-        ),
-        assignment=RankAssignment(rank=0, size=2, local_rank=0, local_size=2),
-        node_rank=0,
-        nodes=1,
-        store_key="",
-    )
 
 
 class Rank:
@@ -61,7 +40,7 @@ class Rank:
             cast(Any, None),
         )
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
-        self.worlds.receive(message(1))
+        self.worlds.receive(assignment(1))
         self.worlds.next()
         self.worlds.entered(4)
         self.current.begin(Step.past(4, 0, 4, 1), None)
@@ -115,7 +94,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 def test_a_known_world_is_entered_without_another_collective(
     rank: Rank, switch: int | None, leaves: bool
 ) -> None:
-    rank.worlds.receive(message(2, switch_at_step=switch))
+    rank.worlds.receive(assignment(2, switch_at_step=switch))
     rank.end_backward()
     assert rank.leaves() == leaves
     assert rank.collectives == 1
@@ -131,14 +110,14 @@ def test_a_world_received_after_the_backward_pass_aborts_the_group(rank: Rank) -
     """The replica does not leave; ranks that have left do not wait, since the group is aborted."""
     rank.end_backward()
     assert not rank.aborts()
-    rank.worlds.receive(message(2, switch_at_step=5))
+    rank.worlds.receive(assignment(2, switch_at_step=5))
     assert rank.aborts() == 1
     assert not rank.leaves()
 
 
 def test_a_switch_at_a_later_step_is_still_possible(rank: Rank) -> None:
     rank.end_backward()
-    rank.worlds.receive(message(2, switch_at_step=6))
+    rank.worlds.receive(assignment(2, switch_at_step=6))
     assert not rank.leaves()
     assert not rank.aborts()
 
@@ -153,7 +132,7 @@ def test_ranks_agree_again_after_any_other_collective(rank: Rank) -> None:
 
 
 def test_a_step_without_a_previous_backward_pass_is_agreed_at_its_begin(rank: Rank) -> None:
-    rank.worlds.receive(message(2, switch_at_step=5))
+    rank.worlds.receive(assignment(2, switch_at_step=5))
     assert rank.leaves()
     assert rank.collectives == 1
 
@@ -162,7 +141,7 @@ def test_a_step_without_a_previous_backward_pass_is_agreed_at_its_begin(rank: Ra
 def test_gradient_accumulation_defers_planned_switches_only(
     rank: Rank, switch: int | None, leaves: bool
 ) -> None:
-    rank.worlds.receive(message(2, switch_at_step=switch))
+    rank.worlds.receive(assignment(2, switch_at_step=switch))
     rank.end_backward()
     assert rank.leaves(accumulates=True) == leaves
 
