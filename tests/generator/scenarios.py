@@ -156,9 +156,7 @@ def _later_deaths(scenario: Scenario, draw: random.Random, number: int) -> Itera
     most_lines = 2.2 if number < 6 else 1.8  # in decimal digits; that of a step is about 1
     for world in range(2, 2 + number):
         if scenario.resumed_size:
-            living, since = list(range(scenario.size_of(world - 1))), 1
-        else:
-            since = world
+            living = list(range(scenario.size_of(world - 1)))
         if scenario.way == REPLACED and scenario.script.sharding:
             living = [2 * world, 2 * world + 1]
         elif scenario.way == REPLACED:
@@ -168,6 +166,10 @@ def _later_deaths(scenario: Scenario, draw: random.Random, number: int) -> Itera
         event, counted = int(10 ** draw.uniform(0, 3.5)), CALLS  # a recovery: a few thousand calls
         if draw.random() < 0.5:
             event, counted = int(10 ** draw.uniform(0, most_lines)), LINES
+        if scenario.resumed_size:
+            since = 1
+        else:  # a replacement counts from its start: if it does not join, no world has this number
+            since = world if rank < scenario.size else 2
         yield Death(rank=rank, event=event, counted=counted, world=since)
 
 
