@@ -32,6 +32,7 @@ TOLERANCE, FLOAT32_TOLERANCE = 1e-10, 1e-4
 SILENT, REFUSED, HANG, ERROR, NOTHING = "silent", "refused", "hang", "error", ""
 RECOVERED, REPLACED, RESUMED, RESTARTED = "survivors", "replaced", "resumed", "restarted"
 LIMIT_S = 40.0
+_DEATHS_WITHIN_THE_LIMIT = 6  # with more, a run may take longer
 SEEDS_OF_A_SCRIPT = 3
 
 
@@ -141,7 +142,7 @@ def draw_scenario(seed: int, *, with_open: bool = False) -> Scenario:
 
 
 # A further death costs a sixth of a further run.
-_DEATHS = {RECOVERED: [1, 2, 3], REPLACED: [1, 4, 8, 12], RESUMED: [1, 2, 3], RESTARTED: [1, 2]}
+_DEATHS = {RECOVERED: [1, 2, 3], REPLACED: [1, 6, 12, 18], RESUMED: [1, 2, 3], RESTARTED: [1, 2]}
 # A process without a launcher waits 30 s for the checkpoint folder of a job (decision 33).
 _RESUMED_SIZES = [1, *[2, 3] * 6]
 
@@ -153,7 +154,7 @@ def _later_deaths(scenario: Scenario, draw: random.Random, number: int) -> Itera
     living = [rank for rank in range(scenario.size) if rank != scenario.rank]
     if scenario.way == REPLACED:
         living.remove(draw.choice(living))
-    most_lines = 2.2 if number < 6 else 1.8  # in decimal digits; that of a step is about 1
+    most_lines = 2.2 if number < 5 else 1.7  # in decimal digits; that of a step is about 1
     for world in range(2, 2 + number):
         if scenario.resumed_size:
             living = list(range(scenario.size_of(world - 1)))
@@ -166,10 +167,8 @@ def _later_deaths(scenario: Scenario, draw: random.Random, number: int) -> Itera
         event, counted = int(10 ** draw.uniform(0, 3.5)), CALLS  # a recovery: a few thousand calls
         if draw.random() < 0.5:
             event, counted = int(10 ** draw.uniform(0, most_lines)), LINES
-        if scenario.resumed_size:
-            since = 1
-        else:  # a replacement counts from its start: if it does not join, no world has this number
-            since = world if rank < scenario.size else 2
+        # A replacement counts from its start: if it does not join, no world has this number.
+        since = 1 if scenario.resumed_size else 2 if rank >= scenario.size else world
         yield Death(rank=rank, event=event, counted=counted, world=since)
 
 
@@ -268,7 +267,7 @@ class Runner:
                 is_replaced=scenario.way == REPLACED,
                 is_counted=size == 1,
                 on_death=on_death,
-                limit_s=self.limit_s,
+                limit_s=self.limit_s * (1 + len(deaths) / _DEATHS_WITHIN_THE_LIMIT),
             )
         finally:
             if host is not None:
