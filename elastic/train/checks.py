@@ -151,13 +151,13 @@ def tree_of(frame: FrameType) -> ast.AST:
     """The source of a frame's function, with the line numbers of its file; empty if unknown."""
     code = frame.f_code
     linecache.getlines(code.co_filename, frame.f_globals)  # of a module that is no file, too
-    return _parsed(code)
+    return _parsed(code, code.co_filename)  # equal code may be in two files
 
 
 @functools.lru_cache(maxsize=16)  # several checks read the functions of one call
-def _parsed(code: CodeType) -> ast.AST:
+def _parsed(code: CodeType, file: str) -> ast.AST:
     # Not inspect.getsourcelines, which first resolves the path of every imported module: 0.1 s.
-    lines = linecache.getlines(code.co_filename)
+    lines = linecache.getlines(file)
     first = 1 if code.co_name == "<module>" else code.co_firstlineno
     try:
         source = "".join(lines if first == 1 else inspect.getblock(lines[first - 1 :]))
