@@ -1241,7 +1241,8 @@ def restore(
             raise CheckpointRequired(
                 "a fault interrupted an update or a transfer of the weights on every rank that had "
                 "them, and there is no checkpoint to resume from",
-                hint="pass elastic.join(checkpoints=…) a folder that all nodes share",
+                hint="pass elastic.join(checkpoints=…) a folder that all nodes share; with "
+                'step_copies="always", an interrupted update is undone',
             )
         _share_initial(world, job)
     saver.resume(origin, source.generation, job.progress.step)

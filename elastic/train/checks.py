@@ -149,9 +149,15 @@ def _assigned_globals(code: CodeType) -> frozenset[str]:
 
 def tree_of(frame: FrameType) -> ast.AST:
     """The source of a frame's function, with the line numbers of its file; empty if unknown."""
-    # Not inspect.getsourcelines, which first resolves the path of every imported module: 0.1 s.
     code = frame.f_code
-    lines = linecache.getlines(code.co_filename, frame.f_globals)
+    linecache.getlines(code.co_filename, frame.f_globals)  # of a module that is no file, too
+    return _parsed(code, code.co_filename)  # equal code may be in two files
+
+
+@functools.lru_cache(maxsize=16)  # several checks read the functions of one call
+def _parsed(code: CodeType, file: str) -> ast.AST:
+    # Not inspect.getsourcelines, which first resolves the path of every imported module: 0.1 s.
+    lines = linecache.getlines(file)
     first = 1 if code.co_name == "<module>" else code.co_firstlineno
     try:
         source = "".join(lines if first == 1 else inspect.getblock(lines[first - 1 :]))
@@ -957,16 +963,18 @@ def _has_factor_or_bound(update: ast.stmt) -> bool:
 
 
 def _decays(tree: ast.AST, line: int) -> Iterator[tuple[str, ast.stmt]]:
-    loops = [n for n in ast.walk(tree) if isinstance(n, _LOOPS)]
+    nodes = list(ast.walk(tree))
+    loops = [n for n in nodes if isinstance(n, _LOOPS)]
     around = [n for n in loops if n.lineno <= line <= (n.end_lineno or n.lineno)]
     if not around:
         return
     outermost = min(around, key=lambda n: n.lineno)
-    inside = set(map(id, ast.walk(outermost)))
-    stored = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and _is_store(n)]
+    repeated = list(ast.walk(outermost))
+    inside = set(map(id, repeated))
+    stored = [n for n in nodes if isinstance(n, ast.Name) and _is_store(n)]
     changing = {n.id for n in stored if id(n) in inside}
-    shared = {name for n in ast.walk(tree) if isinstance(n, ast.Global) for name in n.names}
-    for node in ast.walk(outermost):
+    shared = {name for n in nodes if isinstance(n, ast.Global) for name in n.names}
+    for node in repeated:
         name = _updated(node, changing)
         if not name or sum(n.id == name and id(n) in inside for n in stored) != 1:
             continue

@@ -627,8 +627,17 @@ class Rollback:
         took_s, size_bytes = SYSTEM_CLOCK.monotonic() - began_s, self._copies.size_bytes
         if not self._is_on_host:  # the copy is only queued
             took_s += 2 * size_bytes / DEVICE_BYTES_PER_S
-        free_bytes = self._free_bytes() if self._costs.is_first else 0
+        is_first = self._costs.is_first
+        free_bytes = self._free_bytes() if is_first else 0
         self._costs.copied(took_s=took_s, fits=size_bytes <= AFFORDABLE_MEMORY * free_bytes)
+        if is_first and not self._costs.fits and self._mode is StepCopies.AUTO:
+            get_logger().info(
+                "a copy of the weights and the optimizer state (%d MiB) exceeds a tenth of the "
+                "free memory, so none is kept: if a fault interrupts the first step that "
+                "communicates after its update, training continues from a checkpoint, unless "
+                'elastic.join(step_copies="always") makes these copies',
+                size_bytes >> 20,
+            )
         if not self._copies_steps and self._keeps_earlier:
             # The next boundary's buffers are copied into the memory of this one's.
             self._earlier, self._copied = copied(self.snapshot), list(self._weights())

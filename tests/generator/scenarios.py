@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ TOLERANCE, FLOAT32_TOLERANCE = 1e-10, 1e-4
 SILENT, REFUSED, HANG, ERROR, NOTHING = "silent", "refused", "hang", "error", ""
 RECOVERED, REPLACED, RESUMED, RESTARTED = "survivors", "replaced", "resumed", "restarted"
 LIMIT_S = 40.0
+_DEATHS_WITHIN_THE_LIMIT = 6  # with more, a run may take longer
 SEEDS_OF_A_SCRIPT = 3
 
 
@@ -51,7 +54,7 @@ class Scenario:
     execution: int = 0
     is_in_call: bool = False  # of any function, instead of at a line of the script
     call: int = 0
-    later: tuple[Death, ...] = ()  # of other workers, or of replacements
+    later: tuple[Death, ...] = ()  # of other workers, of replacements, or after each resumption
     resumed_size: int = 0
 
     @property
@@ -61,11 +64,14 @@ class Scenario:
             return f"{self.size} ranks, nobody dies"
         place = f"at `{self.line}` ({self.execution})" if self.line else f"in call {self.call}"
         text = f"{self.size} ranks, rank {self.rank} dies {place}, {self.way}"
+        text += f" by {self.resumed_size} ranks" if self.resumed_size else ""
         for death in self.later:
             text += f", then worker {death.rank} ({death.counted} {death.event} of a later world)"
-        if self.resumed_size:
-            text += f" by {self.resumed_size} ranks"
         return text
+
+    def size_of(self, attempt: int) -> int:
+        """Ranks of an attempt to resume; 0 is the first job."""
+        return self.resumed_size if attempt % 2 else self.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +110,7 @@ def draw_scenario(seed: int, *, with_open: bool = False) -> Scenario:
     draw = random.Random(f"script {seed // SEEDS_OF_A_SCRIPT}")
     sharding = draw.choices([WHOLE, REPLICAS, MESH, BUILD], [91, 3, 3, 3])[0]
     ways = [RECOVERED, REPLACED] if sharding else [RECOVERED, REPLACED, RESUMED, RESTARTED]
-    way = draw.choices(ways, [50, 30, 10, 10][: len(ways)])[0]
+    way = draw.choices(ways, [20, 66, 7, 7][: len(ways)])[0]
     script = draw_script(
         draw,
         RESTART if way == RESTARTED else "",
@@ -115,8 +121,12 @@ def draw_scenario(seed: int, *, with_open: bool = False) -> Scenario:
     if script.draws_by_rank and way == RECOVERED:
         way = REPLACED  # fewer ranks would draw other numbers
     draw = random.Random(f"deaths {seed}")
-    deaths = draw.choices([1, 2, 3], [70, 20, 10])[0] if way in (RECOVERED, REPLACED) else 1
-    size = {WHOLE: 3 if deaths > 1 else draw.choice([2, 2, 3]), BUILD: 3}.get(sharding, 4)
+    deaths = draw.choice(_DEATHS[way] if sharding in (WHOLE, REPLICAS, MESH) else [1])
+    if sharding and way == RECOVERED:
+        deaths = 1  # of two replicas
+    size = {WHOLE: draw.choice([2, 2, 3]), BUILD: 3}.get(sharding, 4)
+    if way == RECOVERED:
+        size = max(size, deaths + 1)
     scenario = Scenario(
         seed=seed,
         script=script,
@@ -126,30 +136,40 @@ def draw_scenario(seed: int, *, with_open: bool = False) -> Scenario:
         is_in_call=draw.random() < 0.15,
     )
     if way in (RESUMED, RESTARTED):
-        resumed_size = size if script.draws_by_rank else draw.choice([1, 2, 3])
-        return replace(scenario, resumed_size=resumed_size)
-    if sharding:
-        return scenario
-    return replace(scenario, later=_later_deaths(scenario, draw, deaths - 1))
+        resumed_size = size if script.draws_by_rank else draw.choice(_RESUMED_SIZES)
+        scenario = replace(scenario, resumed_size=resumed_size)
+    return replace(scenario, later=tuple(_later_deaths(scenario, draw, deaths - 1)))
 
 
-def _later_deaths(scenario: Scenario, draw: random.Random, number: int) -> tuple[Death, ...]:
+# A further death costs a sixth of a further run.
+_DEATHS = {RECOVERED: [1, 2, 3], REPLACED: [1, 6, 12, 18], RESUMED: [1, 2, 3], RESTARTED: [1, 2]}
+# A process without a launcher waits 30 s for the checkpoint folder of a job (decision 33).
+_RESUMED_SIZES = [1, *[2, 3] * 6]
+
+
+def _later_deaths(scenario: Scenario, draw: random.Random, number: int) -> Iterator[Death]:
     """Half of them in the recovery from the one before, half at any line of the next world. The
-    victims are other workers, or replacements."""
-    living = sorted({0, 1, 2} - {scenario.rank})
-    deaths: list[Death] = []
+    victims are other workers or replacements; of replicas, those that joined last. One worker of
+    the first world survives: it has the state before all others receive it."""
+    living = [rank for rank in range(scenario.size) if rank != scenario.rank]
+    if scenario.way == REPLACED:
+        living.remove(draw.choice(living))
+    most_lines = 2.2 if number < 5 else 1.7  # in decimal digits; that of a step is about 1
     for world in range(2, 2 + number):
-        if scenario.way == REPLACED:
-            living.append(world + 1)
-        elif len(living) == 1:
-            break
+        if scenario.resumed_size:
+            living = list(range(scenario.size_of(world - 1)))
+        if scenario.way == REPLACED and scenario.script.sharding:
+            living = [2 * world, 2 * world + 1]
+        elif scenario.way == REPLACED:
+            living.append(scenario.size + world - 2)
         rank = draw.choice(living)
         living.remove(rank)
         event, counted = int(10 ** draw.uniform(0, 3.5)), CALLS  # a recovery: a few thousand calls
         if draw.random() < 0.5:
-            event, counted = int(10 ** draw.uniform(0, 2.2)), LINES
-        deaths.append(Death(rank=rank, event=event, counted=counted, world=world))
-    return tuple(deaths)
+            event, counted = int(10 ** draw.uniform(0, most_lines)), LINES
+        # A replacement counts from its start: if it does not join, no world has this number.
+        since = 1 if scenario.resumed_size else 2 if rank >= scenario.size else world
+        yield Death(rank=rank, event=event, counted=counted, world=since)
 
 
 @dataclass
@@ -199,18 +219,26 @@ class Runner:
 
     def _disturbed(self, scenario: Scenario, path: Path, folder: Path) -> RunOutcome:
         on_death = {RESUMED: STOP, RESTARTED: WAIT}.get(scenario.way, RECOVER)
-        outcome = self._train(
-            scenario, path, folder / "disturbed", scenario.size, on_death=on_death
-        )
-        if on_death == RECOVER or not outcome.died_at:
-            return outcome
-        if outcome.problem and not outcome.problem.endswith("has failed"):
-            return outcome  # a worker may fail because of the death before the host knows of it
-        died_at = outcome.died_at
-        resumed = self._train(
-            scenario, path, folder / "resumed", scenario.resumed_size, checkpoints="disturbed"
-        )
-        return replace(resumed, died_at=died_at)
+        deaths = [death for death in (_death(scenario, path), *scenario.later) if death is not None]
+        if on_death == RECOVER:
+            return self._train(scenario, path, folder / "disturbed", scenario.size, deaths=deaths)
+        died_at: list[str] = []
+        for attempt in itertools.count():
+            outcome = self._train(
+                scenario,
+                path,
+                folder / ("disturbed" if attempt == 0 else f"resumed-{attempt}"),
+                scenario.size_of(attempt),
+                deaths=deaths[attempt : attempt + 1],
+                on_death=on_death,
+                checkpoints="disturbed",
+            )
+            died_at += [outcome.died_at] if outcome.died_at else []
+            # A worker may fail because of the death before the host knows of it.
+            is_known = not outcome.problem or outcome.problem.endswith("has failed")
+            if not outcome.died_at or not is_known:
+                break
+        return replace(outcome, died_at="; ".join(died_at))
 
     def _train(
         self,
@@ -219,7 +247,8 @@ class Runner:
         folder: Path,
         size: int,
         *,
-        on_death: str = "",
+        deaths: Sequence[Death] = (),
+        on_death: str = RECOVER,
         checkpoints: str = "",
     ) -> RunOutcome:
         sharding = scenario.script.sharding
@@ -234,11 +263,11 @@ class Runner:
                 size=size,
                 per_node=per_node,
                 arguments=[str(saved), str(memory), str(per_node)],
-                death=_death(scenario, path) if on_death else None,
-                later_deaths=scenario.later if on_death else (),
+                later_deaths=deaths,
                 is_replaced=scenario.way == REPLACED,
-                on_death=on_death or RECOVER,
-                limit_s=self.limit_s,
+                is_counted=size == 1,
+                on_death=on_death,
+                limit_s=self.limit_s * (1 + len(deaths) / _DEATHS_WITHIN_THE_LIMIT),
             )
         finally:
             if host is not None:
@@ -258,18 +287,19 @@ def _note(scenario: Scenario) -> str:
 
 
 def drawn_place(scenario: Scenario, alone: RunOutcome, path: Path) -> Scenario:
-    """With the line of the death, if it has none yet: each executed line is equally likely."""
+    """With the line of the death, if it has none yet: each executed line is equally likely. Early
+    in the training, if further deaths follow."""
     if scenario.line or scenario.call or scenario.rank < 0:
         return scenario
     draw = random.Random(f"place of {scenario.seed}")
-    worker = alone.survivors[0]
+    worker, deaths = alone.survivors[0], 1 + len(scenario.later)
     if scenario.is_in_call:
-        return replace(scenario, call=draw.randint(1, int(0.9 * worker.calls)))
+        return replace(scenario, call=draw.randint(1, int(0.9 * worker.calls / deaths)))
     lines = path.read_text().splitlines()
     number = draw.choice(sorted(worker.executions))
     text = lines[number - 1].strip()
     before = sum(line.strip() == text for line in lines[: number - 1])
-    execution = draw.randint(1, worker.executions[number])
+    execution = draw.randint(1, math.ceil(worker.executions[number] / deaths))
     return replace(scenario, line=text, number=before, execution=execution)
 
 

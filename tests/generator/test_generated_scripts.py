@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import scenarios
 import torch
 from composer import BUILD, MESH, REPLICAS, WHOLE, Script, draw_script
 from scenarios import (
@@ -33,8 +35,8 @@ from shrinking import shrunk, smaller
 
 from elastic.testing.small_world.world import Death
 
-SEEDS = range(40)  # with about 50 deaths, one second of processor time each
-SLOW_SEEDS = range(40, 300)
+SEEDS = range(31)  # with 200 deaths, a fifth of a second of processor time each
+SLOW_SEEDS = range(31, 300)
 SOAK_SEEDS = range(1000, 3000)
 
 
@@ -171,6 +173,18 @@ def test_a_seed_determines_the_script() -> None:
 def test_every_script_is_valid_python(sharding: str) -> None:
     for seed in range(200):
         ast.parse(draw_script(random.Random(seed), sharding=sharding).text(""))
+
+
+def test_each_line_of_what_is_exact_names_what_checks_it() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    section = page.partition("## What is exact\n")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\d+\. .*\[(.*)\]$", section, re.MULTILINE)
+    assert len(lines) == 10
+    kinds = {part.kind for part in all_parts()}
+    properties = {*vars(scenarios), *vars(Script), *Script.__dataclass_fields__}
+    named = [name for line in lines for name in re.findall("`(.*?)`", line)]
+    assert set(named) <= {*BY_LABEL, *kinds, *properties}
+    assert kinds - {name.partition(":")[0] for name in named} == set()
 
 
 def test_every_part_is_drawn() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import queue
@@ -70,13 +71,17 @@ _WARM = (
     "torch.utils.checkpoint",
     "torch.utils.data",
 )
-# Of the first profiled region, which a training step is; not in every version of torch.
-_WARM_IF_PRESENT = ("torch.profiler._cupti_monitor",)
+# Not in every version of torch.
+_WARM_IF_PRESENT = (
+    "torch.profiler._cupti_monitor",  # of the first profiled region, which a training step is
+    "torch.distributed._tools",  # of the first module that FSDP shards
+    "torch.distributed.tensor.debug",
+)
 _ALONE = {"ELASTIC_MAX_NODES": "3"}  # the default global batch is that of a world of three
 _SLICE_S = 0.02
 _HEARD_WITHIN_S = 2.0  # after a failure: the time until the death that caused it is detected
 _DYING_S = 10.0  # after the end of a sibling that has lost it
-_MAX_WORLDS = 6
+_MORE_WORLDS = 5  # than deaths: some failures form the world again although all ranks are alive
 _STACKS_S = 1.0  # time for stuck workers to write their stacks
 
 
@@ -110,6 +115,7 @@ class SmallJob:
         self._deaths = {death["rank"]: Death(**death) for death in order["deaths"]}
         self._on_death = str(order["on_death"])
         self._is_replaced = bool(order["is_replaced"])
+        self._is_counted = bool(order["is_counted"])
         self._prepare = str(order["prepare"])
         self._environment_of_script = dict(order.get("environment") or {})
         record = order.get("record")
@@ -169,7 +175,7 @@ class SmallJob:
                 environment,
                 arguments=self._arguments,
                 death=self._deaths.get(number),
-                counts=not self._deaths,
+                counts=self._is_counted and not self._deaths,
                 is_joining=is_joining,
                 prepare=self._prepare,
                 record=self._record,
@@ -339,8 +345,8 @@ class SmallJob:
         members = stayed + joined
         if members == self._members and not even_if_complete:
             return
-        if self._generation == _MAX_WORLDS:
-            self._problem = f"more than {_MAX_WORLDS} worlds"
+        if self._generation == len(self._deaths) + _MORE_WORLDS:
+            self._problem = f"more than {self._generation} worlds"
             return
         self._members, self._failing_since_s = members, None
         self._generation, self._nonce = self._generation + 1, secrets.token_hex(4)
@@ -380,6 +386,7 @@ def main() -> None:
     for name in _WARM_IF_PRESENT:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    importlib.metadata.version("torch-elastic-harness")  # of a handshake: the list of packages
     gc.collect()
     gc.freeze()  # children share existing objects
     for line in sys.stdin:

@@ -315,6 +315,23 @@ def test_without_memory_for_copies_an_interrupted_step_is_torn(
     assert not script.rollback.restore()
 
 
+def test_copies_that_exceed_the_free_memory_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rollback, "AFFORDABLE_MEMORY", 0.0)
+    script = Script()
+    try:
+        with caplog.at_level(logging.INFO, "elastic"):
+            for _ in range(3):
+                script.rollback.take()
+                script.train_step()
+    finally:
+        script.optimizer_watch.close()
+    reports = [r.getMessage() for r in caplog.records if "none is kept" in r.getMessage()]
+    assert len(reports) == 1
+    assert 'elastic.join(step_copies="always")' in reports[0]
+
+
 def test_copies_are_affordable_in_relation_to_a_step() -> None:
     def costs(copy_s: float, step_s: float, *, fits: bool = True) -> CopyCosts:
         made = CopyCosts()
