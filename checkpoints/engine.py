@@ -184,20 +184,17 @@ class Engine:
                 stall_s, reason = self._monotonic() - began_s, "earlier saves use all buffers"
                 self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
                 return handle
-            to_save = self._planner.plan(
-                state, world_size=world.size, rank=world.rank, section=world.section
-            )
-            data = buffer.fill(to_save)
+            planned, data = buffer.fill(self._planner, state, world)
             attempt = WriteAttempt(
                 name=name,
                 rank=world.rank,
                 world_size=world.size,
                 lineage=lineage,
                 data_position=json.loads(json.dumps(data_position)),  # a private copy
-                specs=to_save.plan.specs,
-                tree=to_save.tree,
+                specs=planned.plan.specs,
+                tree=planned.tree,
                 section=world.section,
-                pieces=to_save.plan.pieces,
+                pieces=planned.plan.pieces,
                 data=self._progress.watched(data),
                 history=self._history.of(world.nonce),
             )

@@ -46,7 +46,7 @@ from checkpoints.names import MAX_WORLD_SIZE, CheckpointName, failure_file, part
 from checkpoints.objects import Root, storage_for
 from checkpoints.policies import LatestN, RetentionFunction
 from checkpoints.retention import FolderHistory, PartStorage, after_commit, free_space
-from checkpoints.save_plan import Pieces, PlannedSave
+from checkpoints.save_plan import Pieces, PlannedSave, SavePlan, SavePlanner
 from checkpoints.storage import (
     ABSENT,
     Storage,
@@ -861,19 +861,29 @@ class StagingBuffer:
             )
             self._bytes.fill_(1)  # writing zeros might not fault the pages in
 
-    def fill(self, state: PlannedSave) -> Data:
-        """Copy this rank's share of ``state``; the tensors may change once this returns. Returns a
-        reader of the bytes."""
-        plan = state.plan
-        self.reserve(plan.size_bytes, pinned=bool(plan.gpus))
-        state.copy_into(self._bytes)
-        memory = self._bytes.numpy().data
+    def fill(
+        self, planner: SavePlanner, state: object, group: WriterGroup
+    ) -> tuple[PlannedSave, Data]:
+        """Copy this rank's share of ``state``; the tensors may change once this returns. Returns
+        its plan and a reader of the bytes.
+
+        Raises as :meth:`SavePlanner.plan` does.
+        """
+
+        def memory(plan: SavePlan) -> torch.Tensor:
+            self.reserve(plan.size_bytes, pinned=bool(plan.gpus))
+            return self._bytes
+
+        planned = planner.copy(
+            state, memory, world_size=group.size, rank=group.rank, section=group.section
+        )
+        plan, staged = planned.plan, self._bytes.numpy().data
 
         def data(spec: TensorSpec, chunk: Extent) -> memoryview:
             begin = plan.begin_of(spec, chunk)
-            return memory[begin : begin + chunk.count * spec.element_bytes]
+            return staged[begin : begin + chunk.count * spec.element_bytes]
 
-        return data
+        return planned, data
 
 
 class StagingPool:

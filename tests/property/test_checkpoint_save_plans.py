@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.save_plan import PlannedSave, SavePlanner
+from checkpoints.save_plan import PlannedSave, SavePlan, SavePlanner
 from checkpoints.tensors import BY_DTYPE, bytes_of
 
 BASE = torch.arange(24, dtype=torch.float32)
@@ -68,12 +68,17 @@ def like(state: Any, data: st.DataObject) -> Any:
 
 def outcome(planner: SavePlanner, state: Any, writers: dict[str, Any]) -> Any:
     """What would be saved, or the refusal."""
+    memory = torch.empty(0)
+
+    def reserve(plan: SavePlan) -> torch.Tensor:
+        nonlocal memory
+        memory = torch.zeros(plan.size_bytes, dtype=torch.uint8)
+        return memory
+
     try:
-        planned = planner.plan(state, **writers)
+        planned = planner.copy(state, reserve, **writers)
     except checkpoints.StateError as error:
         return str(error)
-    memory = torch.zeros(planned.plan.size_bytes, dtype=torch.uint8)
-    planned.copy_into(memory)
     assert memory.numpy().tobytes() == expected_bytes(planned)
     names = [(spec, place) for spec, place in planned.plan.pieces]
     return json.dumps(planned.tree), planned.plan.specs, names, memory.tolist()
