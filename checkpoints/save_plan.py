@@ -156,8 +156,8 @@ class PlannedSave:
             torch.cuda.current_stream(device).synchronize()
 
 
-class _ShapeChanged(Exception):
-    """A tensor has another shape than in the plan."""
+class _PlanOutdated(Exception):
+    """A tensor has another shape or device than in the plan."""
 
 
 def _copy_run(
@@ -168,11 +168,11 @@ def _copy_run(
 ) -> None:
     """Copy tensors of one type and shape, each by a fraction of a call.
 
-    Raises :class:`_ShapeChanged` if one has another shape: torch.stack compares them anyway, so
-    that they need not be compared one by one.
+    Raises :class:`_PlanOutdated` if one has another shape or device: torch.stack compares them
+    anyway, so that they need not be compared one by one.
     """
-    if tensors[0].shape != shape:
-        raise _ShapeChanged
+    if tensors[0].shape != shape or tensors[0].device not in devices:
+        raise _PlanOutdated
     target = target_bytes.view(tensors[0].dtype).view(len(tensors), *shape)
     gpus = [device for device in devices if device.type != "cpu"]
     try:
@@ -187,15 +187,16 @@ def _copy_run(
                 run[index] = tensor
         torch.stack(run, out=target)
     except RuntimeError:
-        if any(tensor.shape != shape for tensor in tensors):
-            raise _ShapeChanged from None
+        if any(t.shape != shape or t.device not in devices for t in tensors):
+            raise _PlanOutdated from None
         raise
 
 
 # ----------------------------------------------------------------------------
 # Comparing a state with the last one.
 
-_DTYPE, _DEVICE, _SHAPE = attrgetter("dtype"), attrgetter("device"), attrgetter("shape")
+_DTYPE = attrgetter("dtype")
+_shape = attrgetter("shape", "device")
 
 
 @dataclass(frozen=True)
@@ -217,30 +218,39 @@ class _Leaves:
         """None for a state with leaves of other types, such as DTensors; and for one that differs
         from ``structure``, which also bounds what is read of a dict that contains itself."""
         leaves = cls([], [], [])
-        items: Collection[object] = [state]
+        items: list[Any] = [state]
         for _ in range(MAX_DEPTH + 2):
             kinds = list(map(type, items))
-            containers = frozenset(kinds) - _PLAIN - _VALUES
-            of_dicts = {kind for kind in containers if issubclass(kind, Mapping)}
-            of_lists = {kind for kind in containers if issubclass(kind, (list, tuple))}
-            if containers - of_dicts - of_lists:
+            found = frozenset(kinds)
+            of_dicts = {kind for kind in found - _PLAIN if issubclass(kind, Mapping)}
+            of_lists = {kind for kind in found - _PLAIN if issubclass(kind, (list, tuple))}
+            if found - _PLAIN - _VALUES - of_dicts - of_lists:
                 return None
-            dicts: list[Any] = list(compress(items, map(of_dicts.__contains__, kinds)))
-            lists: list[Any] = list(compress(items, map(of_lists.__contains__, kinds)))
+            dicts, lists = _those_of(of_dicts, items, kinds), _those_of(of_lists, items, kinds)
             keys = list(chain.from_iterable(dicts))
-            if not {str, int}.issuperset(map(type, keys)):
+            if not {str, int}.issuperset(map(type, keys)):  # True would be equal to 1
                 return None
             level = [kinds, list(map(len, dicts)), list(map(len, lists)), keys]
             if structure is not None and level != structure[len(leaves.structure)]:
                 return None
             leaves.structure.append(level)
-            leaves.tensors.extend(compress(items, map(_PLAIN.__contains__, kinds)))  # type: ignore[arg-type]
-            leaves.values.extend(compress(items, map(_VALUES.__contains__, kinds)))
-            if not containers:
+            leaves.tensors.extend(_those_of(_PLAIN, items, kinds))
+            leaves.values.extend(_those_of(_VALUES, items, kinds))
+            if not dicts and not lists:
                 return leaves
-            children = map(methodcaller("values"), dicts)
-            items = list(chain(chain.from_iterable(children), chain.from_iterable(lists)))
+            items = [
+                *chain.from_iterable(map(methodcaller("values"), dicts)),
+                *chain.from_iterable(lists),
+            ]
         return None
+
+
+def _those_of(wanted: Collection[type], items: list[Any], kinds: list[type]) -> list[Any]:
+    """The items whose type is wanted."""
+    if not wanted:
+        return []
+    chosen = list(map(wanted.__contains__, kinds))
+    return items if all(chosen) else list(compress(items, chosen))
 
 
 @dataclass(frozen=True)
@@ -248,7 +258,6 @@ class _Memory:
     """The types of tensors, and which of them share memory."""
 
     dtypes: list[torch.dtype]
-    devices: list[torch.device]
     distinct: int  # the number of addresses
     # The tensors whose address another one has, and the first one at that address. Those that also
     # have the same type, shape and view are saved once.
@@ -267,7 +276,6 @@ class _Memory:
         shared = [(i, other) for i, other in enumerate(first_at) if other != i]
         return cls(
             dtypes=list(map(_DTYPE, tensors)),
-            devices=list(map(_DEVICE, tensors)),
             distinct=len(first),
             shared=shared,
             views=_views(tensors, shared),
@@ -287,7 +295,6 @@ class _Memory:
             and (0 in distinct) == (self.empty is not None)
             and (self.empty is None or addresses[self.empty] == 0)
             and list(map(_DTYPE, tensors)) == self.dtypes
-            and list(map(_DEVICE, tensors)) == self.devices
             and _views(tensors, self.shared) == self.views
         )
 
@@ -313,9 +320,9 @@ class _Last:
     writers: tuple[object, ...]
     structure: list[list[Any]]
     memory: _Memory
-    # The tensors that are not copied in a run, which compares shapes, and their shapes.
+    # The tensors that no run copies within the CPU, which compares shapes and devices; and those.
     alone: list[int]
-    shapes: list[tuple[int, ...]]
+    shapes: list[tuple[tuple[int, ...], torch.device]]
     plan: SavePlan
     sources: list[int]  # the leaf of each piece
     tree: _ValueTree
@@ -332,10 +339,11 @@ class _Last:
         nodes = _ValueTree(tree)
         leaf_of = {name: index for index, name in reversed([*enumerate(nodes.tensors)])}
         sources = [leaf_of[spec.name] for spec, _ in plan.pieces]
-        runs = (copy.pieces for copy in plan.copies if len(copy.pieces) > 1)
+        cpu = frozenset({torch.device("cpu")})
+        runs = (c.pieces for c in plan.copies if len(c.pieces) > 1 and c.devices == cpu)
         in_runs = {sources[index] for run in runs for index in run}
         alone = [index for index in range(len(leaves.tensors)) if index not in in_runs]
-        shapes = [tuple(leaves.tensors[index].shape) for index in alone]
+        shapes = [_shape(leaves.tensors[index]) for index in alone]
         return cls(writers, leaves.structure, memory, alone, shapes, plan, sources, nodes)
 
     def plan_of(self, state: object, writers: tuple[object, ...]) -> PlannedSave | None:
@@ -347,7 +355,7 @@ class _Last:
         if leaves is None or not self.memory.fits(leaves.tensors):
             return None
         tensors = leaves.tensors
-        if [tensors[index].shape for index in self.alone] != self.shapes:
+        if [_shape(tensors[index]) for index in self.alone] != self.shapes:
             return None
         tree = self.tree.with_values([value_node(value, ()) for value in leaves.values])
         return PlannedSave(self.plan, tree, [tensors[index] for index in self.sources])
@@ -375,11 +383,11 @@ class SavePlanner:
         """
         for _ in range(2):
             planned = self.plan(state, world_size=world_size, rank=rank, section=section)
-            with contextlib.suppress(_ShapeChanged):
+            with contextlib.suppress(_PlanOutdated):
                 planned.copy_into(memory(planned.plan))
                 return planned
             self._last = None
-        raise AssertionError  # a new plan has the shapes of the state
+        raise AssertionError  # a new plan is that of the state
 
     def plan(
         self,
@@ -391,7 +399,7 @@ class SavePlanner:
     ) -> PlannedSave:
         """The plan for ``state`` for these writers, and its tensors. Copies no tensor.
 
-        A kept plan may be for other shapes, which :meth:`copy` would find.
+        A kept plan may be for other shapes or devices, which :meth:`copy` would find.
 
         Raises :class:`StateError` for a state that cannot be saved, :class:`ArgumentError` for
         DTensors of another mesh.
