@@ -9,7 +9,7 @@ import json
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,12 +33,12 @@ from checkpoints.errors import ArgumentError, LoadError, NameTaken, StateError, 
 from checkpoints.manifest import (
     Ancestor,
     Chunk,
+    ChunkTable,
     Lineage,
     Manifest,
     Part,
     SharedMetadata,
     WriterEntry,
-    WrittenChunks,
     as_lineage,
     digest,
 )
@@ -89,7 +89,7 @@ class WrittenFile:
     """A tensor file on disk whose content is durable; its name is not yet."""
 
     writer: WriterEntry
-    chunks: Mapping[str, tuple[Chunk, ...]]
+    chunks: ChunkTable
 
 
 def write_share(
@@ -105,7 +105,7 @@ def write_share(
     """Write this rank's pieces and fsync them. Raises ``OSError``."""
     file = writer_file(rank, world_size)
     head = encode_header(pieces)
-    written = WrittenChunks(file)
+    written = ChunkTable()
     end = len(head)
     sink = storage.create(f"{folder}/{file}")
     hasher = ThreadPoolExecutor(1, "checkpoint-hasher")  # inherits the priority of this thread
@@ -515,7 +515,7 @@ def _shared(attempt: WriteAttempt) -> SharedMetadata:
         lineage=attempt.lineage,
         data_position=attempt.data_position,
         versions=_versions(),
-        specs=attempt.specs,
+        specs={spec.name: spec for spec in attempt.specs},
         tree=attempt.tree,
     )
 

@@ -16,7 +16,7 @@ from kit.checkpoint_states import same, save_all, small_state
 import checkpoints
 from checkpoints import commit as manifests
 from checkpoints.commit import commit
-from checkpoints.manifest import Chunk, WrittenChunks
+from checkpoints.manifest import Chunk, ChunkTable
 from checkpoints.names import CheckpointName
 from checkpoints.tensors import Region, Span
 from checkpoints.testing import FaultyStorage, MemoryStorage
@@ -287,7 +287,7 @@ def test_chunks_of_many_tensors_are_nothing_that_the_garbage_collector_visits() 
         Chunk("file", 8, 16, Region((0, 1), (1, 2)), "11"),
         Chunk("file", 16, 24, Region((1, 1), (1, 2)), "22"),
     ]
-    written = WrittenChunks("file")
+    written = ChunkTable()
     written.add("span", chunks[:1])
     for chunk in chunks[1:]:
         written.add("regions", [chunk])
