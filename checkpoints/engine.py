@@ -1,4 +1,4 @@
-"""Asynchronous saves: the engine, its supervision, and engines of several tiers."""
+"""Asynchronous saves: the engine, and engines of several tiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from checkpoints.commit import is_committed, is_waiting, missing_writers
-from checkpoints.errors import ArgumentError, CheckpointError, SaveError, WriteFailed
+from checkpoints.errors import ArgumentError, CheckpointError, WriteFailed
 from checkpoints.intervals import (
     COMMIT_PATIENCE_S,
     MAX_PART_POLL_S,
@@ -48,7 +48,6 @@ from checkpoints.saving import (
     folder_removed,
     give_up,
     lineage_of,
-    save,
     write_unless_committed,
 )
 from checkpoints.storage import ABSENT, Storage, is_transient, patient, writing
@@ -64,6 +63,9 @@ from checkpoints.storage import ABSENT, Storage, is_transient, patient, writing
 # deadline, too (in :meth:`Engine.outcomes`), and abandons a hung save for good: if the disk
 # recovers, that save does not commit. Until then saves are skipped, since the hung save owns its
 # buffer.
+#
+# A bug on the background thread ends the saves that are in flight, is reported by
+# threading.excepthook, and leaves the thread running: later saves may not meet it.
 #
 # The deadline limits the time without progress, not the size of a save: each chunk that is
 # written, and each sign of another writer, renews it.
@@ -88,7 +90,8 @@ class Engine:
     that the exception does not wait for writers that may be gone.
 
     Raises :class:`ArgumentError` for a ``root`` that names no storage. Methods raise RuntimeError
-    after :meth:`close`, and :class:`WriterThreadDied` once the writer thread has died of a bug.
+    after :meth:`close`, and :class:`WriterThreadDied` if SystemExit or the like has ended the
+    writer thread.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Engine:
         self._died: BaseException | None = None
         self._closed = False
         self.skipped = 0
+        self._is_stuck = False
         # A daemon: a hung disk must not keep the process from exiting.
         self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
         self._thread.start()
@@ -147,7 +151,7 @@ class Engine:
         self.submit(grow) if background else grow()
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Run ``task`` on the writer thread, after earlier saves. An exception ends the thread."""
+        """Run ``task`` on the writer thread, after earlier saves. It reports its own failures."""
         self._check_alive()
         self._jobs.put(task)
 
@@ -181,6 +185,7 @@ class Engine:
             buffer = self._buffers.acquire(handle, wait_s)
             if buffer is None:
                 self.skipped += 1
+                self._is_stuck = True
                 stall_s, reason = self._monotonic() - began_s, "earlier saves use all buffers"
                 self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
                 return handle
@@ -231,6 +236,28 @@ class Engine:
         return self._buffers.has_free
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether the storage hangs: a save was skipped because no buffer was free, and none is
+        yet."""
+        self._is_stuck = self._is_stuck and not self._buffers.has_free
+        return self._is_stuck
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight that can be expected to be committed.
+
+        A written save that waits for longer than :data:`COMMIT_PATIENCE_S` lacks a share that
+        failed on another rank. A policy that saves when none is in flight need not wait for its
+        deadline.
+        """
+        now_s = self._monotonic()
+        with self._lock:
+            return any(
+                not job.handle.is_written or now_s - job.began_s < COMMIT_PATIENCE_S
+                for job in self._open
+            )
+
+    @property
     def in_flight(self) -> int:
         """The number of saves that are neither committed nor abandoned."""
         with self._lock:
@@ -254,6 +281,11 @@ class Engine:
         """Wait until no save is in flight; False after ``timeout_s``."""
         return self._wait(timeout_s, lambda job: True)
 
+    def finish_writing(self, timeout_s: float | None = None) -> bool:
+        """Wait until this writer's share of every save is written; False after ``timeout_s``. Other
+        writers may still commit them."""
+        return self._wait(timeout_s, lambda job: not job.handle.is_written)
+
     def _wait(self, timeout_s: float | None, is_awaited: Callable[[SaveJob], bool]) -> bool:
         until_s = self._monotonic() + (math.inf if timeout_s is None else timeout_s)
         while True:
@@ -266,7 +298,7 @@ class Engine:
             left_s = until_s - self._monotonic()
             if left_s <= 0:
                 return False
-            handles[0].wait(min(left_s, PART_POLL_S))
+            handles[0].wait(min(left_s, WRITER_SLICE_S))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish the saves in flight and join the thread; False if it did not end in time.
@@ -368,11 +400,23 @@ class Engine:
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            while self._work_once():
+            while self._work_once_or_report():
                 pass
         except BaseException as error:  # noqa: BLE001  raised by the owner's next call
             self._died = error
             self._abandon(lambda job: True, f"the writer thread died: {error!r}")
+
+    def _work_once_or_report(self) -> bool:
+        try:
+            return self._work_once()
+        except Exception as error:  # noqa: BLE001  a bug: failures of the storage are outcomes
+            abandoned = self._abandon(lambda job: True, f"a bug on the writer thread: {error!r}")
+            with self._lock:
+                self._overdue += abandoned
+            thread = threading.current_thread()
+            details = (type(error), error, error.__traceback__, thread)
+            threading.excepthook(threading.ExceptHookArgs(details))
+            return True
 
     def _work_once(self) -> bool:
         """Process one job, or poll those that wait for other writers; False at the end."""
@@ -527,228 +571,6 @@ def poll_pause_s(waited_s: float) -> float:
     """The pause before other writers' parts are listed again: long for those that are far behind,
     since an object store bills each request."""
     return min(max(waited_s / 2, PART_POLL_S), MAX_PART_POLL_S)
-
-
-# ----------------------------------------------------------------------------
-# An engine that survives the death of its writer thread.
-#
-# Storage failures do not end the thread; only a bug does. :class:`SupervisedEngine` then reports
-# the death once and continues with a new engine. After :data:`MAX_DEATHS` deaths it saves
-# synchronously, which is slow but still produces checkpoints.
-
-MAX_DEATHS = 3
-
-
-class SupervisedEngine:
-    """One per storage, for the life of a process. Its one owner closes it.
-
-    ``report`` is called with the outcome of each save, on the caller's thread; ``on_death`` with
-    the reason and the consequence when a writer thread has died.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        keep: RetentionFunction | None,
-        *,
-        report: Callable[[SaveOutcome], object],
-        on_death: Callable[[str], object],
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._storage = storage
-        self._keep = keep
-        self._report = report
-        self._on_death = on_death
-        self._clock = clock
-        self._monotonic = monotonic
-        self._sleep = sleep
-        self._engine: Engine | None = None
-        self._deaths = 0
-        self._open: list[tuple[SaveHandle, float]] = []  # not reported yet, and their start times
-        self._is_stuck = False
-        self._is_closed = False
-
-    @property
-    def in_flight(self) -> int:
-        """The number of saves that are neither committed nor abandoned."""
-        return self._engine.in_flight if self._engine is not None else 0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is in flight that can be expected to be committed.
-
-        A written save that waits for longer than :data:`COMMIT_PATIENCE_S` lacks a share that
-        failed on another rank. A policy that saves when none is in flight need not wait for its
-        deadline.
-        """
-        now_s = self._monotonic()
-        return any(
-            not handle.is_written or now_s - began_s < COMMIT_PATIENCE_S
-            for handle, began_s in self._open
-        )
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether the disk hangs: a save was skipped because no buffer was free, and none is
-        yet."""
-        if self._is_stuck and (self._engine is None or self._engine.has_free_buffer):
-            self._is_stuck = False
-        return self._is_stuck
-
-    def reserve(self, tree: object, world: WriterGroup) -> None:
-        """Allocate buffers for this rank's share of ``tree``, in the background."""
-        engine = self._running()
-        if engine is not None:
-            engine.reserve(
-                tree,
-                rank=world.rank,
-                world_size=world.size,
-                section=world.section,
-                background=True,
-            )
-
-    def save(
-        self,
-        tree: object,
-        *,
-        step: int,
-        world: WriterGroup,
-        data_position: Any,
-        wait_s: float,
-    ) -> SaveHandle | None:
-        """Start to save this rank's share. None if it was saved synchronously, without a thread.
-
-        Raises :class:`checkpoints.StateError` if the state holds a value that cannot be saved.
-        """
-        while (engine := self._running()) is not None:
-            try:
-                handle = engine.save_async(
-                    tree,
-                    step=step,
-                    world=world,
-                    data_position=data_position,
-                    wait_s=wait_s,
-                )
-            except WriterThreadDied as death:
-                self._replace(death)
-                continue
-            self._open.append((handle, self._monotonic()))
-            self.poll()
-            return handle
-        self._save_synchronously(tree, step, world, data_position)
-        return None
-
-    def submit(self, task: Callable[[], object]) -> None:
-        """Run ``task`` on the writer thread, in order with the saves."""
-        while (engine := self._running()) is not None:
-            try:
-                engine.submit(task)
-                return
-            except WriterThreadDied as death:
-                self._replace(death)
-        task()
-
-    def poll(self) -> None:
-        """Report the saves that ended, and detect hung ones. Cheap enough for every step."""
-        if self._engine is not None:
-            try:
-                self._engine.outcomes()
-            except WriterThreadDied as death:
-                self._replace(death)
-        ended = [handle.outcome for handle, _ in self._open if handle.outcome is not None]
-        if ended:
-            self._open = [item for item in self._open if item[0].outcome is None]
-        for outcome in ended:
-            self._is_stuck = self._is_stuck or outcome.status is SaveStatus.SKIPPED
-            self._report(outcome)
-
-    def wait(self, budget_s: float) -> bool:
-        """Wait until no save is in flight; False after ``budget_s``."""
-        return self._wait(lambda: not self.in_flight, budget_s)
-
-    def finish_writing(self, budget_s: float) -> bool:
-        """Wait until this rank's share of every save is written; other ranks may still commit."""
-        return self._wait(lambda: all(handle.is_written for handle, _ in self._open), budget_s)
-
-    def close(self, budget_s: float) -> None:
-        """End the writer thread, and report the outcomes of its saves."""
-        engine, self._is_closed = self._engine, True
-        if engine is None:
-            return
-        try:
-            engine.close(timeout_s=budget_s)
-        except WriterThreadDied as death:
-            self._replace(death)
-        self._engine = None
-        self.poll()
-
-    def _wait(self, done: Callable[[], bool], budget_s: float) -> bool:
-        until_s = self._monotonic() + budget_s
-        while not done() and self._monotonic() < until_s:
-            self._sleep(WRITER_SLICE_S)
-            self.poll()
-        self.poll()
-        return done()
-
-    def _running(self) -> Engine | None:
-        """The engine, started if there is none; None once too many have died."""
-        if self._engine is None and self._deaths < MAX_DEATHS and not self._is_closed:
-            self._engine = Engine(
-                self._storage,
-                keep=self._keep,
-                deadline_s=SAVE_DEADLINE_S,
-                clock=self._clock,
-                monotonic=self._monotonic,
-            )
-        return self._engine
-
-    def _replace(self, death: WriterThreadDied) -> None:
-        self._engine, self._deaths = None, self._deaths + 1
-        replaced = self._deaths < MAX_DEATHS
-        then = "a new one takes over" if replaced else "saves now block training"
-        cause = f"{type(death.__cause__).__name__}: {death.__cause__}"
-        self._on_death(f"{death} of {cause}; {then}")
-
-    def _save_synchronously(
-        self, tree: object, step: int, world: WriterGroup, data_position: Any
-    ) -> None:
-        began_s = self._monotonic()
-        try:
-            saved = save(
-                self._storage,
-                tree,
-                step=step,
-                nonce=world.nonce,
-                generation=world.generation,
-                rank=world.rank,
-                world_size=world.size,
-                lineage=world.lineage,
-                section=world.section,
-                data_position=data_position,
-                keep=self._keep,
-                fence=world.fence,
-            )
-        except SaveError as error:
-            name = CheckpointName(step, world.generation, world.nonce)
-            failed = SaveStatus.FAILED
-            self._report(SaveOutcome(step=step, name=str(name), status=failed, reason=str(error)))
-            return
-        if not saved.committed:
-            return  # another writer will
-        took_s = self._monotonic() - began_s
-        self._report(
-            SaveOutcome(
-                step=step,
-                name=saved.name,
-                status=SaveStatus.COMMITTED,
-                bytes_written=saved.bytes_written,
-                stall_s=took_s,
-                took_s=took_s,
-                notes=saved.notes,
-            )
-        )
 
 
 # ----------------------------------------------------------------------------

@@ -587,7 +587,7 @@ class WriterGroup:
 
 
 class WriterThreadDied(RuntimeError):
-    """The engine's writer thread died of a bug, its ``__cause__``. No more saves are possible."""
+    """The engine's writer thread was ended by its ``__cause__``. No more saves are possible."""
 
 
 class SaveStatus(Enum):
