@@ -126,3 +126,15 @@ def test_a_plan_is_kept_where_only_values_and_tensors_change() -> None:
     assert second.plan is first.plan
     assert second.tree["dict"]["step"] == {"value": 2} and first.tree["dict"]["step"]["value"] == 1
     assert planner.plan(state(2), world_size=2, rank=0).plan is not first.plan
+
+
+@pytest.mark.parametrize("changed", [range(7, 8), range(600)], ids=["one", "all"])
+def test_a_tensor_of_another_shape_is_found_while_it_is_copied(changed: range) -> None:
+    planner, writers = SavePlanner(), {"world_size": 1, "rank": 0}
+    state = [torch.full((2, 3), float(i)) for i in range(600)]
+    first = planner.plan(state, **writers)
+    for index in changed:
+        state[index] = state[index].view(3, 2)
+    assert planner.plan(state, **writers).plan is first.plan
+    assert outcome(planner, state, writers) == outcome(SavePlanner(), state, writers)
+    assert planner.plan(state, **writers).plan is not first.plan
