@@ -1,9 +1,11 @@
 """Saves of many tensors, into folders of many checkpoints, and into a slow storage.
 
-Part of ``benchmarks/checkpoint.py``; alone it takes a minute on two cores. The pause is the
-longest time for which a thread that wakes up every millisecond did not, or the processor time that
-this process used in it, if that is less: other processes of the machine may take the rest. It is
-what a save's background thread adds to a step while it holds the GIL.
+Part of ``benchmarks/checkpoint.py``; alone it takes two minutes on two cores. Stalls are processor
+time of the thread that trains, and so is the copy that each is compared with: other processes of
+the machine may take the rest. That copy is a loop of ``copy_`` over the same tensors, the least
+that a saver can do that does not know the state. The pause is the longest time for which a thread
+that wakes up every millisecond did not, or the processor time that this process used in it, if that
+is less. It is what a save's background thread adds to a step while it holds the GIL.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measurement import Report, Row, timed
+from measurement import Report, Row
 
 import checkpoints
 from checkpoints.storage import LocalStorage, WritableFile
@@ -60,17 +62,48 @@ def many_tensors(folder: Path, note: Note) -> None:
         engine.reserve(state)
         for step in range(1, SAVES + 1):
             views = copies[step % 2].split(TENSOR_BYTES // 4)  # type: ignore[no-untyped-call]
-            memcpy_s = timed(functools.partial(_copy, list(state.values()), list(views)))
-            handle = engine.save_async(state, step=step, world=_world())
-            pause_s = _longest_pause(handle.ended.is_set)
-            outcome = handle.wait()
-            assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
-            note(f"{case}: stall", "memcpy of each", memcpy_s, "s")
-            note(f"{case}: stall", "elastic", outcome.stall_s, "s")
-            note(f"{case}: stall / memcpy", "elastic", outcome.stall_s / memcpy_s, "x")
-            note(f"{case}: pause", "elastic", pause_s, "s")
-            note(f"{case}: write", "elastic", outcome.write_s, "s")
+            copy = functools.partial(_copy, list(state.values()), list(views))
+            _save_beside(case, "a copy of each", copy, engine, state, step, note)
     shutil.rmtree(folder / "tensors")
+    case = f"{case}, two writers"
+    with checkpoints.Engine(folder / "tensors", keep=checkpoints.LatestN(1)) as engine:
+        engine.reserve(state, rank=1, world_size=2)
+        for step in range(1, 4):
+            checkpoints.save(folder / "tensors", state, step=step, nonce="bench", world_size=2)
+            group = checkpoints.WriterGroup(nonce="bench", rank=1, size=2)
+            handle = engine.save_async(state, step=step, world=group)
+            note(f"{case}: pause of the one that commits", "elastic", _longest_pause(handle), "s")
+    shutil.rmtree(folder / "tensors")
+
+
+def _save_beside(
+    case: str,
+    subject: str,
+    copy: Callable[[], object],
+    engine: checkpoints.Engine,
+    state: object,
+    step: int,
+    note: Note,
+) -> None:
+    """A save, and the same bytes copied just before."""
+    copy_s = _cpu_s(copy)
+    handles: list[checkpoints.SaveHandle] = []
+    save = functools.partial(engine.save_async, state, step=step, world=_world())
+    stall_s = _cpu_s(lambda: handles.append(save()))
+    pause_s = _longest_pause(handles[0])
+    outcome = handles[0].outcome
+    assert outcome is not None
+    note(f"{case}: stall", subject, copy_s, "s")
+    note(f"{case}: stall", "elastic", stall_s, "s")
+    note(f"{case}: stall / {subject}", "elastic", stall_s / copy_s, "x")
+    note(f"{case}: pause", "elastic", pause_s, "s")
+    note(f"{case}: write", "elastic", outcome.write_s, "s")
+
+
+def _cpu_s(call: Callable[[], object]) -> float:
+    began_s = time.thread_time()
+    call()
+    return time.thread_time() - began_s
 
 
 def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
@@ -109,16 +142,8 @@ def slow_storage(folder: Path, note: Note) -> None:
     with checkpoints.Engine(_Slow(folder / "slow-storage")) as engine:
         engine.reserve(state)
         for step in range(1, SAVES + 1):
-            memcpy_s = timed(functools.partial(copies[step % 2].copy_, source))
-            handle = engine.save_async(state, step=step, world=_world())
-            pause_s = _longest_pause(handle.ended.is_set)
-            outcome = handle.wait()
-            assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
-            note("10 MB/s: stall", "memcpy", memcpy_s, "s")
-            note("10 MB/s: stall", "elastic", outcome.stall_s, "s")
-            note("10 MB/s: stall / memcpy", "elastic", outcome.stall_s / memcpy_s, "x")
-            note("10 MB/s: pause", "elastic", pause_s, "s")
-            note("10 MB/s: write", "elastic", outcome.write_s, "s")
+            copy = functools.partial(copies[step % 2].copy_, source)
+            _save_beside("10 MB/s", "memcpy", copy, engine, state, step, note)
             note("10 MB/s: write", "raw", source.numel() / SLOW_BYTES_PER_S, "s")
     shutil.rmtree(folder / "slow-storage")
 
@@ -127,13 +152,16 @@ def _world() -> checkpoints.WriterGroup:
     return checkpoints.WriterGroup(nonce="bench")
 
 
-def _longest_pause(has_ended: Callable[[], bool]) -> float:
+def _longest_pause(handle: checkpoints.SaveHandle) -> float:
+    """The longest pause of this thread until the checkpoint is committed."""
     longest_s, last_s, last_cpu_s = 0.0, time.perf_counter(), time.process_time()
-    while not has_ended():
+    while not handle.ended.is_set():
         time.sleep(0.001)
         now_s, cpu_s = time.perf_counter(), time.process_time()
         longest_s = max(longest_s, min(now_s - last_s, cpu_s - last_cpu_s))
         last_s, last_cpu_s = now_s, cpu_s
+    outcome = handle.wait()
+    assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
     return longest_s
 
 

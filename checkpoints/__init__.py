@@ -15,7 +15,7 @@ tensor. :mod:`checkpoints.errors` has the exceptions; start reading at
 {'weight': tensor([1., 1.]), 'lr': 0.1}
 """
 
-from checkpoints.engine import Engine, Tier, TieredEngine, TierOutcome
+from checkpoints.engine import Engine
 from checkpoints.errors import (
     ArgumentError,
     CheckpointError,
@@ -112,10 +112,7 @@ __all__ = [
     "StateError",
     "StateMismatch",
     "Storage",
-    "Tier",
     "TierFailure",
-    "TierOutcome",
-    "TieredEngine",
     "TieredStorage",
     "TornRead",
     "UnsupportedFormat",

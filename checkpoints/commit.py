@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from checkpoints.errors import CheckpointNotFound, CorruptCheckpoint, LoadError
 from checkpoints.manifest import (
     MAX_DOCUMENT_BYTES,
     Chunk,
+    ChunkTable,
     Manifest,
     Part,
     SharedMetadata,
-    TensorEntry,
+    SpecTable,
+    TensorTable,
     WriterEntry,
     check_content,
     parse_manifest,
@@ -36,7 +38,7 @@ from checkpoints.storage import (
     sync_folder,
     write_durably,
 )
-from checkpoints.tensors import Region, TensorSpec
+from checkpoints.tensors import Region
 from checkpoints.tree import Node
 
 # ----------------------------------------------------------------------------
@@ -253,11 +255,21 @@ def merge_parts(parts: Sequence[Part]) -> Manifest:
     first = parts[0]
     sections = _sections(parts)
     shared = [_shared_of(section) for section in sections]
-    tensors = _tensors(shared[0], sections[0])
-    for metadata, section in zip(shared[1:], sections[1:], strict=True):
-        more = _tensors(metadata, section)
-        _check_new(tensors, more)
-        tensors = {**tensors, **more}
+    specs = SpecTable()
+    chunks = ChunkTable()
+    for metadata, section in zip(shared, sections, strict=True):
+        _check_new(specs, metadata.specs)
+        for spec in metadata.specs.values():
+            specs.add(spec)
+        for part in section:
+            if unknown := sorted(part.chunks.keys() - metadata.specs.keys()):
+                raise IncompleteAttempt(
+                    f"writer {part.writer.rank} saved an unknown tensor {unknown[0]!r}"
+                )
+            repeated = [name for name in part.chunks if name in chunks]
+            chunks.update(part.chunks)
+            for name in repeated:
+                chunks.replace(name, _deduplicate(name, chunks[name]))
     return Manifest(
         name=first.name,
         lineage=shared[0].lineage,
@@ -266,7 +278,7 @@ def merge_parts(parts: Sequence[Part]) -> Manifest:
         wall_time_s=max(part.writer.wall_time_s for part in parts),
         versions=shared[0].versions,
         writers=tuple(part.writer for part in parts),
-        tensors=tensors,
+        tensors=TensorTable(specs, chunks),
         tree=_merged_tree([metadata.tree for metadata in shared]),
     )
 
@@ -315,43 +327,6 @@ def _merged_tree(trees: Sequence[Node]) -> Node:
 def _check_new(known: Iterable[str], more: Iterable[str]) -> None:
     if both := sorted(set(known) & set(more)):
         raise IncompleteAttempt(f"two sections saved {both[0]!r}")
-
-
-def _tensors(shared: SharedMetadata, parts: Sequence[Part]) -> Mapping[str, TensorEntry]:
-    specs = {spec.name: spec for spec in shared.specs}
-    for part in parts:
-        if unknown := sorted(part.chunks.keys() - specs.keys()):
-            raise IncompleteAttempt(
-                f"writer {part.writer.rank} saved an unknown tensor {unknown[0]!r}"
-            )
-    if len(parts) == 1:
-        return _TensorsOfOneWriter(specs, parts[0].chunks)
-    chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
-    for part in parts:
-        for name, more in part.chunks.items():
-            chunks[name].extend(more)
-    return {
-        name: TensorEntry(spec, _deduplicate(name, chunks[name])) for name, spec in specs.items()
-    }
-
-
-class _TensorsOfOneWriter(Mapping[str, TensorEntry]):
-    """Made when asked for, for the reason of :class:`~checkpoints.manifest.WrittenChunks`."""
-
-    def __init__(
-        self, specs: Mapping[str, TensorSpec], chunks: Mapping[str, tuple[Chunk, ...]]
-    ) -> None:
-        self._specs = specs
-        self._chunks = chunks
-
-    def __getitem__(self, name: str) -> TensorEntry:
-        return TensorEntry(self._specs[name], self._chunks.get(name, ()))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
 
 
 def _deduplicate(tensor: str, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:

@@ -1,4 +1,4 @@
-"""Asynchronous saves: the engine, its supervision, and engines of several tiers."""
+"""Asynchronous saves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 from checkpoints.commit import is_committed, is_waiting, missing_writers
-from checkpoints.errors import ArgumentError, CheckpointError, SaveError, WriteFailed
+from checkpoints.errors import CheckpointError, WriteFailed
 from checkpoints.intervals import (
     COMMIT_PATIENCE_S,
     MAX_PART_POLL_S,
@@ -27,7 +26,7 @@ from checkpoints.intervals import (
 )
 from checkpoints.names import CheckpointName, writer_file
 from checkpoints.objects import Root, storage_for
-from checkpoints.policies import LatestN, RetentionFunction, SaveContext, SavePolicy
+from checkpoints.policies import LatestN, RetentionFunction
 from checkpoints.retention import FolderHistory
 from checkpoints.save_plan import SavePlanner
 from checkpoints.saving import (
@@ -48,7 +47,6 @@ from checkpoints.saving import (
     folder_removed,
     give_up,
     lineage_of,
-    save,
     write_unless_committed,
 )
 from checkpoints.storage import ABSENT, Storage, is_transient, patient, writing
@@ -64,6 +62,9 @@ from checkpoints.storage import ABSENT, Storage, is_transient, patient, writing
 # deadline, too (in :meth:`Engine.outcomes`), and abandons a hung save for good: if the disk
 # recovers, that save does not commit. Until then saves are skipped, since the hung save owns its
 # buffer.
+#
+# A bug on the background thread ends the saves that are in flight, is reported by
+# threading.excepthook, and leaves the thread running: later saves may not meet it.
 #
 # The deadline limits the time without progress, not the size of a save: each chunk that is
 # written, and each sign of another writer, renews it.
@@ -88,7 +89,8 @@ class Engine:
     that the exception does not wait for writers that may be gone.
 
     Raises :class:`ArgumentError` for a ``root`` that names no storage. Methods raise RuntimeError
-    after :meth:`close`, and :class:`WriterThreadDied` once the writer thread has died of a bug.
+    after :meth:`close`, and :class:`WriterThreadDied` if SystemExit or the like has ended the
+    writer thread.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Engine:
         self._died: BaseException | None = None
         self._closed = False
         self.skipped = 0
+        self._is_stuck = False
         # A daemon: a hung disk must not keep the process from exiting.
         self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
         self._thread.start()
@@ -147,7 +150,7 @@ class Engine:
         self.submit(grow) if background else grow()
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Run ``task`` on the writer thread, after earlier saves. An exception ends the thread."""
+        """Run ``task`` on the writer thread, after earlier saves. It reports its own failures."""
         self._check_alive()
         self._jobs.put(task)
 
@@ -181,23 +184,21 @@ class Engine:
             buffer = self._buffers.acquire(handle, wait_s)
             if buffer is None:
                 self.skipped += 1
+                self._is_stuck = True
                 stall_s, reason = self._monotonic() - began_s, "earlier saves use all buffers"
                 self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
                 return handle
-            to_save = self._planner.plan(
-                state, world_size=world.size, rank=world.rank, section=world.section
-            )
-            data = buffer.fill(to_save)
+            planned, data = buffer.fill(self._planner, state, world)
             attempt = WriteAttempt(
                 name=name,
                 rank=world.rank,
                 world_size=world.size,
                 lineage=lineage,
                 data_position=json.loads(json.dumps(data_position)),  # a private copy
-                specs=to_save.plan.specs,
-                tree=to_save.tree,
+                specs=planned.plan.specs,
+                tree=planned.tree,
                 section=world.section,
-                pieces=to_save.plan.pieces,
+                pieces=planned.plan.pieces,
                 data=self._progress.watched(data),
                 history=self._history.of(world.nonce),
             )
@@ -234,6 +235,28 @@ class Engine:
         return self._buffers.has_free
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether the storage hangs: a save was skipped because no buffer was free, and none is
+        yet."""
+        self._is_stuck = self._is_stuck and not self._buffers.has_free
+        return self._is_stuck
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight that can be expected to be committed.
+
+        A written save that waits for longer than :data:`COMMIT_PATIENCE_S` lacks a share that
+        failed on another rank. A policy that saves when none is in flight need not wait for its
+        deadline.
+        """
+        now_s = self._monotonic()
+        with self._lock:
+            return any(
+                not job.handle.is_written or now_s - job.began_s < COMMIT_PATIENCE_S
+                for job in self._open
+            )
+
+    @property
     def in_flight(self) -> int:
         """The number of saves that are neither committed nor abandoned."""
         with self._lock:
@@ -257,6 +280,11 @@ class Engine:
         """Wait until no save is in flight; False after ``timeout_s``."""
         return self._wait(timeout_s, lambda job: True)
 
+    def finish_writing(self, timeout_s: float | None = None) -> bool:
+        """Wait until this writer's share of every save is written; False after ``timeout_s``. Other
+        writers may still commit them."""
+        return self._wait(timeout_s, lambda job: not job.handle.is_written)
+
     def _wait(self, timeout_s: float | None, is_awaited: Callable[[SaveJob], bool]) -> bool:
         until_s = self._monotonic() + (math.inf if timeout_s is None else timeout_s)
         while True:
@@ -269,7 +297,7 @@ class Engine:
             left_s = until_s - self._monotonic()
             if left_s <= 0:
                 return False
-            handles[0].wait(min(left_s, PART_POLL_S))
+            handles[0].wait(min(left_s, WRITER_SLICE_S))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish the saves in flight and join the thread; False if it did not end in time.
@@ -371,11 +399,23 @@ class Engine:
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            while self._work_once():
+            while self._work_once_or_report():
                 pass
         except BaseException as error:  # noqa: BLE001  raised by the owner's next call
             self._died = error
             self._abandon(lambda job: True, f"the writer thread died: {error!r}")
+
+    def _work_once_or_report(self) -> bool:
+        try:
+            return self._work_once()
+        except Exception as error:  # noqa: BLE001  a bug: failures of the storage are outcomes
+            abandoned = self._abandon(lambda job: True, f"a bug on the writer thread: {error!r}")
+            with self._lock:
+                self._overdue += abandoned
+            thread = threading.current_thread()
+            details = (type(error), error, error.__traceback__, thread)
+            threading.excepthook(threading.ExceptHookArgs(details))
+            return True
 
     def _work_once(self) -> bool:
         """Process one job, or poll those that wait for other writers; False at the end."""
@@ -530,399 +570,3 @@ def poll_pause_s(waited_s: float) -> float:
     """The pause before other writers' parts are listed again: long for those that are far behind,
     since an object store bills each request."""
     return min(max(waited_s / 2, PART_POLL_S), MAX_PART_POLL_S)
-
-
-# ----------------------------------------------------------------------------
-# An engine that survives the death of its writer thread.
-#
-# Storage failures do not end the thread; only a bug does. :class:`SupervisedEngine` then reports
-# the death once and continues with a new engine. After :data:`MAX_DEATHS` deaths it saves
-# synchronously, which is slow but still produces checkpoints.
-
-MAX_DEATHS = 3
-
-
-class SupervisedEngine:
-    """One per storage, for the life of a process. Its one owner closes it.
-
-    ``report`` is called with the outcome of each save, on the caller's thread; ``on_death`` with
-    the reason and the consequence when a writer thread has died.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        keep: RetentionFunction | None,
-        *,
-        report: Callable[[SaveOutcome], object],
-        on_death: Callable[[str], object],
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._storage = storage
-        self._keep = keep
-        self._report = report
-        self._on_death = on_death
-        self._clock = clock
-        self._monotonic = monotonic
-        self._sleep = sleep
-        self._engine: Engine | None = None
-        self._deaths = 0
-        self._open: list[tuple[SaveHandle, float]] = []  # not reported yet, and their start times
-        self._is_stuck = False
-        self._is_closed = False
-
-    @property
-    def in_flight(self) -> int:
-        """The number of saves that are neither committed nor abandoned."""
-        return self._engine.in_flight if self._engine is not None else 0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is in flight that can be expected to be committed.
-
-        A written save that waits for longer than :data:`COMMIT_PATIENCE_S` lacks a share that
-        failed on another rank. A policy that saves when none is in flight need not wait for its
-        deadline.
-        """
-        now_s = self._monotonic()
-        return any(
-            not handle.is_written or now_s - began_s < COMMIT_PATIENCE_S
-            for handle, began_s in self._open
-        )
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether the disk hangs: a save was skipped because no buffer was free, and none is
-        yet."""
-        if self._is_stuck and (self._engine is None or self._engine.has_free_buffer):
-            self._is_stuck = False
-        return self._is_stuck
-
-    def reserve(self, tree: object, world: WriterGroup) -> None:
-        """Allocate buffers for this rank's share of ``tree``, in the background."""
-        engine = self._running()
-        if engine is not None:
-            engine.reserve(
-                tree,
-                rank=world.rank,
-                world_size=world.size,
-                section=world.section,
-                background=True,
-            )
-
-    def save(
-        self,
-        tree: object,
-        *,
-        step: int,
-        world: WriterGroup,
-        data_position: Any,
-        wait_s: float,
-    ) -> SaveHandle | None:
-        """Start to save this rank's share. None if it was saved synchronously, without a thread.
-
-        Raises :class:`checkpoints.StateError` if the state holds a value that cannot be saved.
-        """
-        while (engine := self._running()) is not None:
-            try:
-                handle = engine.save_async(
-                    tree,
-                    step=step,
-                    world=world,
-                    data_position=data_position,
-                    wait_s=wait_s,
-                )
-            except WriterThreadDied as death:
-                self._replace(death)
-                continue
-            self._open.append((handle, self._monotonic()))
-            self.poll()
-            return handle
-        self._save_synchronously(tree, step, world, data_position)
-        return None
-
-    def submit(self, task: Callable[[], object]) -> None:
-        """Run ``task`` on the writer thread, in order with the saves."""
-        while (engine := self._running()) is not None:
-            try:
-                engine.submit(task)
-                return
-            except WriterThreadDied as death:
-                self._replace(death)
-        task()
-
-    def poll(self) -> None:
-        """Report the saves that ended, and detect hung ones. Cheap enough for every step."""
-        if self._engine is not None:
-            try:
-                self._engine.outcomes()
-            except WriterThreadDied as death:
-                self._replace(death)
-        ended = [handle.outcome for handle, _ in self._open if handle.outcome is not None]
-        if ended:
-            self._open = [item for item in self._open if item[0].outcome is None]
-        for outcome in ended:
-            self._is_stuck = self._is_stuck or outcome.status is SaveStatus.SKIPPED
-            self._report(outcome)
-
-    def wait(self, budget_s: float) -> bool:
-        """Wait until no save is in flight; False after ``budget_s``."""
-        return self._wait(lambda: not self.in_flight, budget_s)
-
-    def finish_writing(self, budget_s: float) -> bool:
-        """Wait until this rank's share of every save is written; other ranks may still commit."""
-        return self._wait(lambda: all(handle.is_written for handle, _ in self._open), budget_s)
-
-    def close(self, budget_s: float) -> None:
-        """End the writer thread, and report the outcomes of its saves."""
-        engine, self._is_closed = self._engine, True
-        if engine is None:
-            return
-        try:
-            engine.close(timeout_s=budget_s)
-        except WriterThreadDied as death:
-            self._replace(death)
-        self._engine = None
-        self.poll()
-
-    def _wait(self, done: Callable[[], bool], budget_s: float) -> bool:
-        until_s = self._monotonic() + budget_s
-        while not done() and self._monotonic() < until_s:
-            self._sleep(WRITER_SLICE_S)
-            self.poll()
-        self.poll()
-        return done()
-
-    def _running(self) -> Engine | None:
-        """The engine, started if there is none; None once too many have died."""
-        if self._engine is None and self._deaths < MAX_DEATHS and not self._is_closed:
-            self._engine = Engine(
-                self._storage,
-                keep=self._keep,
-                deadline_s=SAVE_DEADLINE_S,
-                clock=self._clock,
-                monotonic=self._monotonic,
-            )
-        return self._engine
-
-    def _replace(self, death: WriterThreadDied) -> None:
-        self._engine, self._deaths = None, self._deaths + 1
-        replaced = self._deaths < MAX_DEATHS
-        then = "a new one takes over" if replaced else "saves now block training"
-        cause = f"{type(death.__cause__).__name__}: {death.__cause__}"
-        self._on_death(f"{death} of {cause}; {then}")
-
-    def _save_synchronously(
-        self, tree: object, step: int, world: WriterGroup, data_position: Any
-    ) -> None:
-        began_s = self._monotonic()
-        try:
-            saved = save(
-                self._storage,
-                tree,
-                step=step,
-                nonce=world.nonce,
-                generation=world.generation,
-                rank=world.rank,
-                world_size=world.size,
-                lineage=world.lineage,
-                section=world.section,
-                data_position=data_position,
-                keep=self._keep,
-                fence=world.fence,
-            )
-        except SaveError as error:
-            name = CheckpointName(step, world.generation, world.nonce)
-            failed = SaveStatus.FAILED
-            self._report(SaveOutcome(step=step, name=str(name), status=failed, reason=str(error)))
-            return
-        if not saved.committed:
-            return  # another writer will
-        took_s = self._monotonic() - began_s
-        self._report(
-            SaveOutcome(
-                step=step,
-                name=saved.name,
-                status=SaveStatus.COMMITTED,
-                bytes_written=saved.bytes_written,
-                stall_s=took_s,
-                took_s=took_s,
-                notes=saved.notes,
-            )
-        )
-
-
-# ----------------------------------------------------------------------------
-# Saves into several tiers, each with its own policies: memory every 10 steps, disk every 1,000.
-#
-# Each tier has its own engine, so a slow, full or unavailable tier affects its own saves only. To
-# resume, read all tiers as one storage (:class:`~checkpoints.TieredStorage`)::
-#
-#     engine = TieredEngine([
-#         Tier(own_memory(folder), when=EverySteps(10)),
-#         Tier("s3://bucket/job", when=EverySteps(1000) | OnPreemption(), keep=LatestN(5)),
-#     ])
-#     …
-#     engine.save_async(state, step=step, world=world, tiers=engine.due(step))
-
-_SMOOTHING = 0.3  # weight of a new save in the exponential average of their cost
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A checkpoint root with its own save and retention policy."""
-
-    root: Root
-    when: SavePolicy
-    keep: RetentionFunction | None = LatestN(3)  # noqa: RUF009  frozen
-
-
-@dataclass(frozen=True)
-class TierOutcome:
-    """The outcome of a save into one tier."""
-
-    tier: int
-    place: str
-    outcome: SaveOutcome
-
-
-@dataclass
-class _Running:
-    """A tier with its engine and the inputs of its save policy."""
-
-    tier: Tier
-    place: str
-    engine: Engine
-    saved_step: int
-    saved_s: float
-    cost_s: float = 0.0
-
-    def update_cost(self, outcome: SaveOutcome) -> None:
-        if outcome.status is SaveStatus.COMMITTED:
-            before_s = self.cost_s or outcome.stall_s
-            self.cost_s = before_s + _SMOOTHING * (outcome.stall_s - before_s)
-
-
-class TieredEngine:
-    """One engine per tier. Its one owner closes it.
-
-    ``began_at_step``: the step of the state that training resumes from. Other arguments as for
-    :class:`~checkpoints.Engine`. Raises :class:`ArgumentError` if there are no tiers.
-    """
-
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        *,
-        began_at_step: int = 0,
-        deadline_s: float = SAVE_DEADLINE_S,
-        busy: Literal["skip", "wait"] | None = None,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        if not tiers:
-            raise ArgumentError("no tiers: at least one is required")
-        self._monotonic = monotonic
-        self._began_s = monotonic()
-        self._tiers: list[_Running] = []
-        for tier in tiers:
-            storage = storage_for(tier.root)
-            engine = Engine(
-                storage,
-                keep=tier.keep,
-                deadline_s=deadline_s,
-                busy=busy,
-                clock=clock,
-                monotonic=monotonic,
-            )
-            self._tiers.append(_Running(tier, storage.place, engine, began_at_step, self._began_s))
-
-    @property
-    def needs_agreement(self) -> bool:
-        """Whether one rank must call :meth:`due` and share the result with all."""
-        return any(running.tier.when.needs_agreement for running in self._tiers)
-
-    def due(self, step: int, *, preempted: bool = False, failures: int = 0) -> tuple[int, ...]:
-        """The indices of the tiers whose policies request a save after ``step`` steps."""
-        now_s = self._monotonic()
-        return tuple(
-            index
-            for index, running in enumerate(self._tiers)
-            if running.tier.when(
-                SaveContext(
-                    step=step,
-                    now_s=now_s,
-                    began_s=self._began_s,
-                    saved_step=running.saved_step,
-                    saved_s=running.saved_s,
-                    in_flight=running.engine.in_flight,
-                    preempted=preempted,
-                    save_cost_s=running.cost_s,
-                    failures=failures,
-                )
-            )
-        )
-
-    def save_async(
-        self,
-        state: object,
-        *,
-        step: int,
-        world: WriterGroup,
-        tiers: Collection[int],
-        data_position: Any = None,
-    ) -> tuple[SaveHandle, ...]:
-        """Copy this rank's share once for each of ``tiers``, and return.
-
-        Every rank of ``world`` calls it for the same steps and tiers. Raises as
-        :meth:`Engine.save_async <checkpoints.Engine.save_async>` does.
-        """
-        handles = []
-        for index in sorted(tiers):
-            running = self._tiers[index]
-            handles.append(
-                running.engine.save_async(
-                    state, step=step, world=world, data_position=data_position
-                )
-            )
-            running.saved_step, running.saved_s = step, self._monotonic()
-        return tuple(handles)
-
-    def outcomes(self) -> tuple[TierOutcome, ...]:
-        """The saves that ended since the last call. Call it every step: it detects hung saves."""
-        ended = []
-        for index, running in enumerate(self._tiers):
-            for outcome in running.engine.outcomes():
-                running.update_cost(outcome)
-                ended.append(TierOutcome(index, running.place, outcome))
-        return tuple(ended)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no tier has a save in flight; False after ``timeout_s``."""
-        until_s = None if timeout_s is None else self._monotonic() + timeout_s
-        done = [running.engine.wait(self._left_s(until_s)) for running in self._tiers]
-        return all(done)
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Finish the saves in flight and join the threads; False if one did not end in time."""
-        until_s = None if timeout_s is None else self._monotonic() + timeout_s
-        ended = [running.engine.close(self._left_s(until_s)) for running in self._tiers]
-        return all(ended)
-
-    def __enter__(self) -> TieredEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with contextlib.ExitStack() as stack:  # close all, even if one raises
-            for running in self._tiers:
-                stack.callback(running.engine.__exit__, kind, error, trace)
-
-    def _left_s(self, until_s: float | None) -> float | None:
-        return None if until_s is None else max(until_s - self._monotonic(), 0.0)

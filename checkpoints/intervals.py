@@ -25,7 +25,7 @@ MAX_PART_POLL_S = 2.0
 # If a written save is not committed by then, another rank failed to write its part. Policies that
 # save when none is in flight stop waiting for it.
 COMMIT_PATIENCE_S = 60.0
-# The training thread waits for saves in slices of this length, to notice if the writer thread dies.
+# A thread that waits for saves checks this often whether one is written, overdue, or never ends.
 WRITER_SLICE_S = 0.02
 # Garbage collection keeps younger uncommitted files: their writer may still be active.
 GARBAGE_MIN_AGE_S = 3600.0

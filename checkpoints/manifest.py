@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -87,21 +87,95 @@ def _integers(numbers: Sequence[int]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
-def decode(data: bytes, file: str) -> dict[str, Any]:
-    """The fields of a document, without its hash. Raises :class:`CorruptCheckpoint`."""
+def decode(
+    data: bytes, file: str, readers: Mapping[str, Callable[[Scanner], Any]]
+) -> dict[str, Any]:
+    """The fields of a document, without its hash. ``readers``: those of large fields.
+
+    Raises :class:`CorruptCheckpoint`.
+    """
     body = memoryview(data)[_PREFIX_BYTES:]
     if data[:_PREFIX_BYTES] != _BEFORE + digest(body).encode("ascii") + _AFTER:
         raise CorruptCheckpoint("its checksum does not match its content", file=file)
     try:
-        fields = json.loads(
-            data, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
-        )
+        scanner = Scanner(data.decode())
+        fields = scanner.object(readers)
+        scanner.end()
     except (ValueError, RecursionError) as error:
         # The hash matches, so it was crafted: deep nesting, NaN, duplicate keys.
         raise CorruptCheckpoint(f"not strict JSON: {str(error)[:200]}", file=file) from error
-    assert isinstance(fields, dict)  # it begins with a brace
     del fields["xxh3_128"]
     return fields
+
+
+class Scanner:
+    """Strict JSON, read value by value.
+
+    json.loads makes a dict and three lists for each of 100,000 chunks before anything can be done
+    with the first one. So many objects make the garbage collector visit all objects of the process,
+    several times, and hold the GIL for 0.2 s each time (measured).
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def value(self) -> Any:
+        """The next value, with all that is in it."""
+        value, self._at = _DECODER.raw_decode(self._text, self._begin())
+        return value
+
+    def object(self, readers: Mapping[str, Callable[[Scanner], Any]]) -> dict[str, Any]:
+        """The next value, an object; ``readers`` read some of its fields."""
+        return {key: readers.get(key, Scanner.value)(self) for key in self.each_key()}
+
+    def each_key(self) -> Iterator[str]:
+        """The keys of an object. Before the next one, the caller reads the value of this one."""
+        known: set[str] = set()
+        for _ in self._items("{", "}"):
+            key = self.value()
+            if not isinstance(key, str) or key in known:
+                raise ValueError("duplicate key in an object, or one that is no string")
+            known.add(key)
+            if not self.begins(":"):
+                raise ValueError(f"expected ':' at character {self._at}")
+            self._at += 1
+            yield key
+
+    def each_item(self) -> Iterator[None]:
+        """The items of an array, each read by the caller."""
+        return self._items("[", "]")
+
+    def begins(self, text: str) -> bool:
+        """Whether the next value begins with this text."""
+        return self._text.startswith(text, self._begin())
+
+    def end(self) -> None:
+        """Raise ValueError if anything follows."""
+        if self._begin() != len(self._text):
+            raise ValueError(f"more text at character {self._at}")
+
+    def _items(self, opening: str, closing: str) -> Iterator[None]:
+        mark = opening
+        while True:
+            if not self.begins(mark):
+                raise ValueError(f"expected {mark!r} at character {self._at}")
+            self._at += 1
+            if mark == opening and self.begins(closing):
+                break
+            yield
+            if self.begins(closing):
+                break
+            mark = ","
+        self._at += 1
+
+    def _begin(self) -> int:
+        """Skip whitespace."""
+        if self._text[self._at : self._at + 1].isspace():
+            space = _SPACE.match(self._text, self._at)
+            assert space is not None  # it may be empty
+            self._at = space.end()
+        return self._at
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -113,6 +187,10 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _reject_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 # ----------------------------------------------------------------------------
@@ -157,51 +235,82 @@ class Chunk:
         )
 
 
-class WrittenChunks(Mapping[str, tuple[Chunk, ...]]):
-    """The chunks of one writer's file by tensor, as one flat tuple for each tensor until they are
-    asked for.
+class ChunkTable(Mapping[str, tuple[Chunk, ...]]):
+    """The chunks of tensors, as one flat tuple for each tensor until they are asked for.
 
     The garbage collector stops to track tuples of numbers and strings. It would visit 100,000
     chunks, and with them every other object of the process, four times in a save, and hold the GIL
     for 0.2 s each time (measured).
     """
 
-    def __init__(self, file: str) -> None:
-        self._file = file
-        # The number of dimensions, None for spans; then of each chunk begin, end, start and count
-        # or offset and shape, and hash.
+    def __init__(self) -> None:
+        # Of each chunk file, begin, end, hash, number of dimensions, and offset and shape; for a
+        # span None, start and count.
         self._rows: dict[str, tuple[Any, ...]] = {}
 
-    def add(self, tensor: str, chunks: Sequence[Chunk]) -> None:
-        """Add chunks of a tensor: all of them spans, or regions."""
+    def add(self, tensor: str, chunks: Iterable[Chunk]) -> None:
+        """Add chunks of a tensor."""
         row = list(self._rows.get(tensor, ()))
         for chunk in chunks:
             place = chunk.place
-            is_span = isinstance(place, Span)
-            numbers = (
-                (place.start, place.count)
-                if isinstance(place, Span)
-                else (*place.offset, *place.shape)
-            )
-            if not row:
-                row.append(None if is_span else len(numbers) // 2)
-            row += (chunk.begin, chunk.end, *numbers, chunk.xxh3_128)
+            row += (chunk.file, chunk.begin, chunk.end, chunk.xxh3_128)
+            if isinstance(place, Span):
+                row += (None, place.start, place.count)
+            else:
+                row += (len(place.shape), *place.offset, *place.shape)
         if row:
             self._rows[tensor] = tuple(row)
 
-    def __getitem__(self, tensor: str) -> tuple[Chunk, ...]:
-        dims, *row = self._rows[tensor]
-        width = 3 + 2 * (1 if dims is None else dims)
-        return tuple(
-            [self._chunk(dims, row[first : first + width]) for first in range(0, len(row), width)]
-        )
+    def update(self, other: ChunkTable) -> None:
+        """Add all chunks of ``other``, which has other chunks."""
+        for tensor, row in other._rows.items():
+            self._rows[tensor] = self._rows.get(tensor, ()) + row
 
-    def _chunk(self, dims: int | None, row: list[Any]) -> Chunk:
-        begin, end, *numbers, hashed = row
-        place = (
-            Span(*numbers) if dims is None else Region(tuple(numbers[:dims]), tuple(numbers[dims:]))
-        )
-        return Chunk(self._file, begin, end, place, hashed)
+    def replace(self, tensor: str, chunks: Iterable[Chunk]) -> None:
+        """Replace the chunks of a tensor."""
+        del self._rows[tensor]
+        self.add(tensor, chunks)
+
+    def __getitem__(self, tensor: str) -> tuple[Chunk, ...]:
+        return tuple(self._chunks(self._rows[tensor]))
+
+    def _chunks(self, row: tuple[Any, ...]) -> Iterator[Chunk]:
+        at = 0
+        while at < len(row):
+            file, begin, end, hashed, dims = row[at : at + 5]
+            middle, at = at + 5 + (dims or 1), at + 5 + 2 * (1 if dims is None else dims)
+            place: Extent
+            if dims is None:
+                place = Span(row[at - 2], row[at - 1])
+            else:
+                place = Region(row[middle - dims : middle], row[middle:at])
+            yield Chunk(file, begin, end, place, hashed)
+
+    def __contains__(self, tensor: object) -> bool:
+        return tensor in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class SpecTable(Mapping[str, TensorSpec]):
+    """The types and shapes of tensors, kept as :class:`ChunkTable` keeps chunks."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, tuple[Any, ...]] = {}
+
+    def add(self, spec: TensorSpec) -> None:
+        self._rows[spec.name] = (spec.dtype, *spec.shape)
+
+    def __getitem__(self, tensor: str) -> TensorSpec:
+        dtype, *shape = self._rows[tensor]
+        return TensorSpec(tensor, dtype, tuple(shape))
+
+    def __contains__(self, tensor: object) -> bool:
+        return tensor in self._rows
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -222,6 +331,28 @@ class TensorEntry:
         yield f'{{"dtype":"{self.spec.dtype}","shape":{_integers(self.spec.shape)},"chunks":'
         yield from _array(chunk.as_text() for chunk in self.chunks)
         yield "}"
+
+
+class TensorTable(Mapping[str, TensorEntry]):
+    """Tensors with their chunks, each made when it is asked for."""
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], chunks: Mapping[str, tuple[Chunk, ...]]
+    ) -> None:
+        self._specs = specs
+        self._chunks = chunks
+
+    def __getitem__(self, tensor: str) -> TensorEntry:
+        return TensorEntry(self._specs[tensor], self._chunks.get(tensor, ()))
+
+    def __contains__(self, tensor: object) -> bool:
+        return tensor in self._specs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
 
 
 @dataclass(frozen=True)
@@ -317,7 +448,7 @@ class Part:
     world_size: int
     writer: WriterEntry
     specs_xxh3_128: str
-    chunks: Mapping[str, tuple[Chunk, ...]]
+    chunks: ChunkTable
     shared: SharedMetadata | None  # of the first writer of each section only
     section: tuple[int, ...] | None = None  # None: all writers
 
@@ -348,14 +479,14 @@ class SharedMetadata:
     lineage: Lineage
     data_position: Any
     versions: Mapping[str, str]
-    specs: tuple[TensorSpec, ...]
+    specs: Mapping[str, TensorSpec]
     tree: Node
 
     def pieces(self) -> Iterator[str]:
         """The JSON text, in pieces."""
         specs = (
             f'[{json.dumps(spec.name)},"{spec.dtype}",{_integers(spec.shape)}]'
-            for spec in self.specs
+            for spec in self.specs.values()
         )
         return _object(
             (
@@ -572,12 +703,12 @@ _PART_FIELDS = _COMMON_FIELDS | {"writer", "specs_xxh3_128", "chunks", "shared"}
 def parse_manifest(data: bytes, file: str) -> Manifest:
     """A manifest from its bytes. Raises :class:`CorruptCheckpoint` or
     :class:`UnsupportedFormat`."""
-    return _Parser(file).manifest(decode(data, file))
+    return _Parser(file).manifest(data)
 
 
 def parse_part(data: bytes, file: str) -> Part:
     """A part from its bytes. Raises :class:`CorruptCheckpoint` or :class:`UnsupportedFormat`."""
-    return _Parser(file).part(decode(data, file))
+    return _Parser(file).part(data)
 
 
 def check_content(manifest: Manifest, file: str) -> None:
@@ -617,16 +748,14 @@ class _Parser:
     def __init__(self, file: str) -> None:
         self._file = file
 
-    def manifest(self, fields: dict[str, Any]) -> Manifest:
-        self._format(fields, _MANIFEST_FIELDS)
+    def manifest(self, data: bytes) -> Manifest:
+        readers = {"format": self._format, "tensors": self._tensors, "tree": self._node}
+        fields = self._keys(decode(data, self._file, readers), _MANIFEST_FIELDS)
         name = self._name(fields)
         world_size = self._world_size(fields["world_size"])
         writers = tuple(self._writer(w, world_size) for w in self._list(fields["writers"]))
         if [writer.rank for writer in writers] != list(range(world_size)):
             self._fail("there is not exactly one writer per rank")
-        tensors = {
-            key: self._tensor(key, value) for key, value in self._dict(fields["tensors"]).items()
-        }
         manifest = Manifest(
             name=name,
             lineage=self._lineage(fields["lineage"]),
@@ -635,28 +764,24 @@ class _Parser:
             wall_time_s=self._time(fields["wall_time_s"]),
             versions=self._versions(fields["versions"]),
             writers=writers,
-            tensors=tensors,
+            tensors=fields["tensors"],
             tree=fields["tree"],
         )
         check_content(manifest, self._file)
         return manifest
 
-    def part(self, fields: dict[str, Any]) -> Part:
-        self._format(fields, _PART_FIELDS | (fields.keys() & {"section"}))
+    def part(self, data: bytes) -> Part:
+        readers = {"format": self._format, "chunks": self._chunks, "shared": self._shared}
+        fields = decode(data, self._file, readers)
+        self._keys(fields, _PART_FIELDS | (fields.keys() & {"section"}))
         world_size = self._world_size(fields["world_size"])
-        writer = self._writer(fields["writer"], world_size)
-        shared = None if fields["shared"] is None else self._shared(fields["shared"])
-        chunks = {
-            key: tuple(self._chunk(key, c) for c in self._list(value))
-            for key, value in self._dict(fields["chunks"]).items()
-        }
         return Part(
             name=self._name(fields),
             world_size=world_size,
-            writer=writer,
+            writer=self._writer(fields["writer"], world_size),
             specs_xxh3_128=self._hash(fields["specs_xxh3_128"]),
-            chunks=chunks,
-            shared=shared,
+            chunks=fields["chunks"],
+            shared=fields["shared"],
             section=self._section(fields["section"], world_size) if "section" in fields else None,
         )
 
@@ -666,22 +791,56 @@ class _Parser:
             self._fail("a section is not an ordered list of ranks")
         return ranks
 
-    def _shared(self, value: object) -> SharedMetadata:
-        fields = self._keys(value, ("lineage", "data_position", "versions", "specs", "tree"))
-        specs = []
-        for item in self._list(fields["specs"]):
-            if not isinstance(item, list) or len(item) != 3 or not isinstance(item[0], str):
-                self._fail("a tensor's description is malformed")
-            specs.append(self._spec(item[0], item[1], item[2]))
+    def _shared(self, scanner: Scanner) -> SharedMetadata | None:
+        if scanner.begins("null"):
+            scanner.value()
+            return None
+        readers = {"specs": self._specs, "tree": self._node}
+        fields = self._keys(
+            scanner.object(readers), ("lineage", "data_position", "versions", "specs", "tree")
+        )
         return SharedMetadata(
             lineage=self._lineage(fields["lineage"]),
             data_position=fields["data_position"],
             versions=self._versions(fields["versions"]),
-            specs=tuple(specs),
-            tree=self._tree(fields["tree"], {spec.name: spec for spec in specs}),
+            specs=fields["specs"],
+            tree=self._tree(fields["tree"], fields["specs"]),
         )
 
     # --- tensors
+
+    def _tensors(self, scanner: Scanner) -> TensorTable:
+        specs, chunks = SpecTable(), ChunkTable()
+        for name in scanner.each_key():
+            entry = self._tensor(name, scanner.value())
+            specs.add(entry.spec)
+            chunks.add(name, entry.chunks)
+        return TensorTable(specs, chunks)
+
+    def _chunks(self, scanner: Scanner) -> ChunkTable:
+        chunks = ChunkTable()
+        for name in scanner.each_key():
+            chunks.add(name, [self._chunk(name, item) for item in self._list(scanner.value())])
+        return chunks
+
+    def _specs(self, scanner: Scanner) -> SpecTable:
+        specs = SpecTable()
+        for _ in scanner.each_item():
+            item = scanner.value()
+            if not isinstance(item, list) or len(item) != 3 or not isinstance(item[0], str):
+                self._fail("a tensor's description is malformed")
+            specs.add(self._spec(*item))
+        return specs
+
+    def _node(self, scanner: Scanner) -> Any:
+        """A node of the tree, unchecked."""
+        if not scanner.begins('{"dict":'):
+            return scanner.value()
+
+        def read(scanner: Scanner) -> Any:
+            return {key: self._node(scanner) for key in scanner.each_key()}
+
+        return scanner.object({"dict": read})
 
     def _tensor(self, name: str, value: object) -> TensorEntry:
         fields = self._keys(value, ("dtype", "shape", "chunks"), tensor=name)
@@ -743,8 +902,8 @@ class _Parser:
 
     # --- other fields
 
-    def _format(self, fields: dict[str, Any], known: Iterable[str]) -> None:
-        version = fields.get("format")
+    def _format(self, scanner: Scanner) -> object:
+        version = scanner.value()
         if type(version) is int and version > FORMAT:
             raise UnsupportedFormat(
                 f"{self._file} has format {version}; this version reads up to {FORMAT}",
@@ -752,7 +911,7 @@ class _Parser:
             )
         if version != FORMAT or type(version) is not int:
             self._fail("unknown format version")
-        self._keys(fields, known)
+        return version
 
     def _name(self, fields: dict[str, Any]) -> CheckpointName:
         nonce = fields["nonce"]

@@ -9,7 +9,7 @@ import json
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,12 +33,12 @@ from checkpoints.errors import ArgumentError, LoadError, NameTaken, StateError, 
 from checkpoints.manifest import (
     Ancestor,
     Chunk,
+    ChunkTable,
     Lineage,
     Manifest,
     Part,
     SharedMetadata,
     WriterEntry,
-    WrittenChunks,
     as_lineage,
     digest,
 )
@@ -46,7 +46,7 @@ from checkpoints.names import MAX_WORLD_SIZE, CheckpointName, failure_file, part
 from checkpoints.objects import Root, storage_for
 from checkpoints.policies import LatestN, RetentionFunction
 from checkpoints.retention import FolderHistory, PartStorage, after_commit, free_space
-from checkpoints.save_plan import Pieces, PlannedSave
+from checkpoints.save_plan import Pieces, PlannedSave, SavePlan, SavePlanner
 from checkpoints.storage import (
     ABSENT,
     Storage,
@@ -89,7 +89,7 @@ class WrittenFile:
     """A tensor file on disk whose content is durable; its name is not yet."""
 
     writer: WriterEntry
-    chunks: Mapping[str, tuple[Chunk, ...]]
+    chunks: ChunkTable
 
 
 def write_share(
@@ -105,7 +105,7 @@ def write_share(
     """Write this rank's pieces and fsync them. Raises ``OSError``."""
     file = writer_file(rank, world_size)
     head = encode_header(pieces)
-    written = WrittenChunks(file)
+    written = ChunkTable()
     end = len(head)
     sink = storage.create(f"{folder}/{file}")
     hasher = ThreadPoolExecutor(1, "checkpoint-hasher")  # inherits the priority of this thread
@@ -515,7 +515,7 @@ def _shared(attempt: WriteAttempt) -> SharedMetadata:
         lineage=attempt.lineage,
         data_position=attempt.data_position,
         versions=_versions(),
-        specs=attempt.specs,
+        specs={spec.name: spec for spec in attempt.specs},
         tree=attempt.tree,
     )
 
@@ -587,7 +587,7 @@ class WriterGroup:
 
 
 class WriterThreadDied(RuntimeError):
-    """The engine's writer thread died of a bug, its ``__cause__``. No more saves are possible."""
+    """The engine's writer thread was ended by its ``__cause__``. No more saves are possible."""
 
 
 class SaveStatus(Enum):
@@ -861,19 +861,29 @@ class StagingBuffer:
             )
             self._bytes.fill_(1)  # writing zeros might not fault the pages in
 
-    def fill(self, state: PlannedSave) -> Data:
-        """Copy this rank's share of ``state``; the tensors may change once this returns. Returns a
-        reader of the bytes."""
-        plan = state.plan
-        self.reserve(plan.size_bytes, pinned=bool(plan.gpus))
-        state.copy_into(self._bytes)
-        memory = self._bytes.numpy().data
+    def fill(
+        self, planner: SavePlanner, state: object, group: WriterGroup
+    ) -> tuple[PlannedSave, Data]:
+        """Copy this rank's share of ``state``; the tensors may change once this returns. Returns
+        its plan and a reader of the bytes.
+
+        Raises as :meth:`SavePlanner.plan` does.
+        """
+
+        def memory(plan: SavePlan) -> torch.Tensor:
+            self.reserve(plan.size_bytes, pinned=bool(plan.gpus))
+            return self._bytes
+
+        planned = planner.copy(
+            state, memory, world_size=group.size, rank=group.rank, section=group.section
+        )
+        plan, staged = planned.plan, self._bytes.numpy().data
 
         def data(spec: TensorSpec, chunk: Extent) -> memoryview:
             begin = plan.begin_of(spec, chunk)
-            return memory[begin : begin + chunk.count * spec.element_bytes]
+            return staged[begin : begin + chunk.count * spec.element_bytes]
 
-        return data
+        return planned, data
 
 
 class StagingPool:

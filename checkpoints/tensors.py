@@ -543,11 +543,10 @@ def _block(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 # ----------------------------------------------------------------------------
 # Which rank writes what: a pure function of (tensors, world size, rank), without communication.
 #
-# Replicated tensors are concatenated, widest elements first, and cut into W pieces of equal bytes,
-# rounded up to an element. A rank's share of a tensor is a *span*: a run of elements in row-major
-# order. For sharded tensors, a rank writes *regions* that it holds
-# . In a file, wide elements come first, which keeps every piece
-# aligned.
+# Replicated tensors are concatenated, widest elements first, those of one shape together, and cut
+# into W pieces of equal bytes, rounded up to an element. A rank's share of a tensor is a *span*: a
+# run of elements in row-major order. For sharded tensors, a rank writes *regions* that it holds. In
+# a file, wide elements come first, which keeps every piece aligned.
 
 # Bytes per hash: the unit that a reader must read to verify any part of it.
 CHUNK_BYTES = 16 << 20
@@ -587,7 +586,8 @@ def share_of(
     >>> [(s.name, span.start, span.count) for s, span in share_of(specs, 2, 1)]
     [('a', 2, 1), ('b', 0, 4)]
     """
-    ordered = sorted(specs, key=lambda spec: -spec.element_bytes)
+    # Small tensors of one shape that follow each other are copied together (see SavePlan).
+    ordered = sorted(specs, key=lambda spec: (-spec.element_bytes, spec.shape))
     total = sum(spec.size_bytes for spec in ordered if spec.layout is None)
     among = range(world_size) if section is None else section
     place = among.index(rank)

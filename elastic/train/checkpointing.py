@@ -34,7 +34,7 @@ from checkpoints import (
     SkippedCheckpoint,
     StateMismatch,
 )
-from checkpoints.engine import SupervisedEngine
+from checkpoints.engine import Engine
 from checkpoints.manifest import why_abandoned
 from checkpoints.names import parse_attempt, parse_committed
 from checkpoints.policies import split_by_agreement
@@ -293,10 +293,6 @@ class OutcomeLog:
             level=logging.DEBUG if is_known_elsewhere else logging.INFO,
         )
 
-    def writer_died(self, reason: str) -> None:
-        """Report that a bug ended the engine's thread."""
-        self.skipped("writer", reason, level=logging.ERROR)
-
     def _warn_of_failures(self, outcome: SaveOutcome) -> None:
         get_logger().warning(
             "the last %d checkpoints were not saved (%s: %s); training continues, but a restart "
@@ -461,7 +457,7 @@ class CheckpointManager:
         self._memory: MemoryTier | None = None
         self.folder: CheckpointFolder | None = None
         self.due: Due | None = None  # None: closed, too
-        self.engine: SupervisedEngine | None = None
+        self.engine: Engine | None = None
         self._locate: Locate = lambda root: root
         if policy is not None:
             self._open(policy)
@@ -473,14 +469,11 @@ class CheckpointManager:
         if policy.memory:
             self._keep_in_memory(policy)
         self.due = Due(policy.saving, self._clock)
-        self.engine = SupervisedEngine(
+        self.engine = Engine(
             self.folder.storage,
-            _AmendableRetention(self),
-            report=self.report,
-            on_death=self._outcomes.writer_died,
+            keep=_AmendableRetention(self),
             clock=self._clock.wall,
             monotonic=self._clock.monotonic,
-            sleep=self._clock.sleep,
         )
 
     def keep_shards_in_memory(self) -> None:
@@ -514,7 +507,6 @@ class CheckpointManager:
         self._memory = MemoryTier(
             interval,
             report=self._outcomes.skipped,
-            on_death=self._outcomes.writer_died,
             clock=self._clock,
         )
 
@@ -652,7 +644,13 @@ class CheckpointManager:
             self.folder.ownership.failures = lambda: self.writers.broken_worlds
             self.folder.ownership.hold()
         if self.writers.is_writer:
-            self.engine.reserve(job.saved_tree(), writes)
+            self.engine.reserve(
+                job.saved_tree(),
+                rank=writes.rank,
+                world_size=writes.size,
+                section=writes.section,
+                background=True,
+            )
         if world.rank == 0 and before is not None and before.is_over:
             generation = self.writers.generation
             self.engine.submit(lambda: self._sweep(generation, world.nonce))
@@ -727,7 +725,7 @@ class CheckpointManager:
         if self.due is None or self.engine is None:
             return
         phases.enter(CHECKPOINT)
-        self.engine.poll()
+        self._report_ended()
         in_flight = int(self.engine.is_busy)
         is_stuck = received is not None and received.stuck
         if is_stuck and not self._others_are_stuck:
@@ -797,18 +795,18 @@ class CheckpointManager:
         self._latest = self.begin(job, self.writers.present.group, wait_s=wait_s)
         return self._latest
 
-    def begin(
-        self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
-    ) -> SaveHandle | None:
+    def begin(self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float) -> SaveHandle:
         """Pass this rank's share of a checkpoint of ``world`` to the engine."""
         assert self.engine is not None
-        return self.engine.save(
+        handle = self.engine.save_async(
             job.saved_tree(),
             step=job.progress.step,
             world=world,
             data_position=job.data_position(),
             wait_s=wait_s,
         )
+        self._report_ended()
+        return handle
 
     def _save_to_memory(self, job: JobState, budget_s: float) -> bool:
         """Write this rank's share to the nodes' memory and wait for it; all ranks leave at this
@@ -910,19 +908,21 @@ class CheckpointManager:
 
     def poll(self) -> None:
         """Report finished saves and detect hung ones."""
-        if self.engine is not None:
-            self.engine.poll()
+        self._report_ended()
         if self._memory is not None:
             self._memory.poll()
 
     def wait(self, budget_s: float) -> bool:
         """Wait until no save is in flight; False if one still is."""
-        return self.engine is None or self.engine.wait(budget_s)
+        is_done = self.engine is None or self.engine.wait(budget_s)
+        self._report_ended()
+        return is_done
 
     def finish_writing(self, budget_s: float) -> None:
         """Wait until this rank's share of every save is written; others may still commit it."""
         if self.engine is not None:
             self.engine.finish_writing(budget_s)
+            self._report_ended()
 
     def release(self) -> None:
         """Release the folder for another job: this one has ended."""
@@ -939,6 +939,7 @@ class CheckpointManager:
             self.folder.ownership.close(release=False)
             self.engine.finish_writing(budget_s)
             self.engine.close(0.0)
+            self._report_ended()
         if self._memory is not None:
             self._memory.close()
 
@@ -947,6 +948,11 @@ class CheckpointManager:
         self.flags.send(flags)
 
     # -- outcomes -----------------------------------------------------------------------------
+
+    def _report_ended(self) -> None:
+        """Report the saves to disk that ended, and detect hung ones."""
+        for outcome in self.engine.outcomes() if self.engine is not None else ():
+            self.report(outcome)
 
     def report(self, outcome: SaveOutcome) -> None:
         """Record how a save of this process ended."""
@@ -1074,7 +1080,7 @@ class LastSave:
         if left and writers.is_complete and writers.is_writer:
             # Ranks that have called these callbacks may have saved this step, in another state.
             group = writers.before_callbacks(left)
-            handle = self._saver.begin(self._job, group, wait_s=self._left_s())
+            handle: SaveHandle | None = self._saver.begin(self._job, group, wait_s=self._left_s())
         else:
             if writers.is_complete:
                 self._saver.save(self._job, wait_s=self._left_s())
@@ -1087,7 +1093,7 @@ class LastSave:
         if in_memory is not None:  # faster, and it survives this process
             self._wait(lambda: in_memory.outcome is not None, at_most_s=self._left_s() / 2)
 
-        def begin() -> SaveHandle | None:
+        def begin() -> SaveHandle:
             return self._saver.begin(self._job, world, wait_s=self._left_s())
 
         return self._wait_for_commit(self._repeated(begin(), begin), is_alone=True)

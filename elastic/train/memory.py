@@ -13,7 +13,7 @@ from statistics import median
 
 import checkpoints
 from checkpoints import LatestN, SaveHandle, SaveOutcome, SaveStatus, Storage, TieredStorage
-from checkpoints.engine import SupervisedEngine
+from checkpoints.engine import Engine
 from checkpoints.memory import memory_roots, own_memory
 from elastic.errors import Clock
 from elastic.groups.collectives import all_gather_json
@@ -270,7 +270,6 @@ class MemoryTier:
         interval: MemoryInterval,
         *,
         report: Report,
-        on_death: Callable[[str], object],
         clock: Clock,
         env: Mapping[str, str] = os.environ,
     ) -> None:
@@ -279,7 +278,7 @@ class MemoryTier:
         self._failure = ""  # the last reported one
         self._saved_step = -1  # in this world
         self._is_owed = False  # the next boundary at which that is possible saves
-        self._engine: SupervisedEngine | None = None
+        self._engine: Engine | None = None
         self.waits = False  # training waits if this rank's writes fall behind
         folder = node_memory(env)
         if folder is None:
@@ -292,15 +291,7 @@ class MemoryTier:
         except OSError as error:
             self._report_once("memory", f"the agent's memory cannot be used: {error}")
             return
-        self._engine = SupervisedEngine(
-            storage,
-            KEEP,
-            report=self._ended,
-            on_death=on_death,
-            clock=clock.wall,
-            monotonic=clock.monotonic,
-            sleep=clock.sleep,
-        )
+        self._engine = Engine(storage, keep=KEEP, clock=clock.wall, monotonic=clock.monotonic)
 
     @property
     def is_hosted(self) -> bool:
@@ -328,9 +319,9 @@ class MemoryTier:
         step = job.progress.step
         self.interval.meter.reached(step)
         if self._engine is not None:
-            self._engine.poll()
             if self.waits:
                 self._engine.finish_writing(MEMORY_WAIT_S)
+            self.poll()
         saves = self.interval.is_due(step) or self._is_owed
         self._is_owed = False
         if saves and step != self._saved_step:
@@ -347,6 +338,7 @@ class MemoryTier:
             self._saved_step = job.progress.step
             self.begin(job, world, wait_s=budget_s)
         self._engine.finish_writing(budget_s)
+        self.poll()
 
     def begin(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
@@ -354,23 +346,26 @@ class MemoryTier:
         """Pass this rank's share of a checkpoint of ``world`` to the engine, if there is one."""
         if self._engine is None:
             return None
-        return self._engine.save(
+        handle = self._engine.save_async(
             job.saved_tree(),
             step=job.progress.step,
             world=world,
             data_position=job.data_position(),
             wait_s=wait_s,
         )
+        self.poll()
+        return handle
 
     def poll(self) -> None:
         """Report finished saves."""
-        if self._engine is not None:
-            self._engine.poll()
+        for outcome in self._engine.outcomes() if self._engine is not None else ():
+            self._ended(outcome)
 
     def close(self) -> None:
         """Drop incomplete writes; other tiers and older checkpoints have the state."""
         if self._engine is not None:
             self._engine.close(0.0)
+            self.poll()
 
     def _ended(self, outcome: SaveOutcome) -> None:
         if outcome.status is SaveStatus.COMMITTED:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,12 +63,14 @@ class Job:
     step: int = 0
     reported: dict[str, float] = field(default_factory=dict)  # names and their content
     damaged: set[str] = field(default_factory=set)
+    calls: list[str] = field(default_factory=list)
 
     @property
     def storage(self) -> PatientStorage:
         return PatientStorage(FaultyStorage(self.disk, before=self._before), clock=self.clock)
 
     def _before(self, label: str) -> None:
+        self.calls.append(label)
         if self.dies_in is not None:
             self.dies_in -= 1
             if self.dies_in < 0:
@@ -262,3 +265,24 @@ def test_no_history_loses_what_was_reported_as_saved(
             job.restart()
         job.check_nothing_is_lost()
     job.check_after_the_last_fault()
+
+
+@pytest.mark.parametrize("duration_s", [0, 1.0, FOREVER_S])
+def test_a_fault_of_any_call_loses_nothing(duration_s: float) -> None:
+    """Each call of a save and a restart in turn fails: once, for a second, or until repaired."""
+    undisturbed = _saved_and_restarted(None)
+    assert len(undisturbed.calls) > 60
+    for number in (errno.EIO, errno.ENOSPC):
+        for begin in range(len(undisturbed.calls)):
+            job = _saved_and_restarted(Fault(number, begin, duration_s))
+            job.check_nothing_is_lost()
+            job.check_after_the_last_fault()
+
+
+def _saved_and_restarted(fault: Fault | None) -> Job:
+    job = Job(POLICIES[0])
+    job.save(2)
+    job.calls, job.fault = [], fault
+    job.save(2)
+    job.restart()
+    return job

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.save_plan import PlannedSave, SavePlanner
+from checkpoints.save_plan import PlannedSave, SavePlan, SavePlanner
 from checkpoints.tensors import BY_DTYPE, bytes_of
 
 BASE = torch.arange(24, dtype=torch.float32)
@@ -68,12 +68,17 @@ def like(state: Any, data: st.DataObject) -> Any:
 
 def outcome(planner: SavePlanner, state: Any, writers: dict[str, Any]) -> Any:
     """What would be saved, or the refusal."""
+    memory = torch.empty(0)
+
+    def reserve(plan: SavePlan) -> torch.Tensor:
+        nonlocal memory
+        memory = torch.zeros(plan.size_bytes, dtype=torch.uint8)
+        return memory
+
     try:
-        planned = planner.plan(state, **writers)
+        planned = planner.copy(state, reserve, **writers)
     except checkpoints.StateError as error:
         return str(error)
-    memory = torch.zeros(planned.plan.size_bytes, dtype=torch.uint8)
-    planned.copy_into(memory)
     assert memory.numpy().tobytes() == expected_bytes(planned)
     names = [(spec, place) for spec, place in planned.plan.pieces]
     return json.dumps(planned.tree), planned.plan.specs, names, memory.tolist()
@@ -121,3 +126,15 @@ def test_a_plan_is_kept_where_only_values_and_tensors_change() -> None:
     assert second.plan is first.plan
     assert second.tree["dict"]["step"] == {"value": 2} and first.tree["dict"]["step"]["value"] == 1
     assert planner.plan(state(2), world_size=2, rank=0).plan is not first.plan
+
+
+@pytest.mark.parametrize("changed", [range(7, 8), range(600)], ids=["one", "all"])
+def test_a_tensor_of_another_shape_is_found_while_it_is_copied(changed: range) -> None:
+    planner, writers = SavePlanner(), {"world_size": 1, "rank": 0}
+    state = [torch.full((2, 3), float(i)) for i in range(600)]
+    first = planner.plan(state, **writers)
+    for index in changed:
+        state[index] = state[index].view(3, 2)
+    assert planner.plan(state, **writers).plan is first.plan
+    assert outcome(planner, state, writers) == outcome(SavePlanner(), state, writers)
+    assert planner.plan(state, **writers).plan is not first.plan

@@ -15,8 +15,9 @@ from kit.checkpoint_states import same, save_all, small_state
 
 import checkpoints
 from checkpoints import commit as manifests
-from checkpoints.commit import commit
-from checkpoints.manifest import Chunk, WrittenChunks
+from checkpoints import manifest as manifest_module
+from checkpoints.commit import commit, merge_parts, read_parts
+from checkpoints.manifest import Chunk, ChunkTable, parse_manifest
 from checkpoints.names import CheckpointName
 from checkpoints.tensors import Region, Span
 from checkpoints.testing import FaultyStorage, MemoryStorage
@@ -287,7 +288,7 @@ def test_chunks_of_many_tensors_are_nothing_that_the_garbage_collector_visits() 
         Chunk("file", 8, 16, Region((0, 1), (1, 2)), "11"),
         Chunk("file", 16, 24, Region((1, 1), (1, 2)), "22"),
     ]
-    written = WrittenChunks("file")
+    written = ChunkTable()
     written.add("span", chunks[:1])
     for chunk in chunks[1:]:
         written.add("regions", [chunk])
@@ -295,3 +296,45 @@ def test_chunks_of_many_tensors_are_nothing_that_the_garbage_collector_visits() 
     assert dict(written) == {"span": (chunks[0],), "regions": tuple(chunks[1:])}
     gc.collect(0)
     assert not any(map(gc.is_tracked, written._rows.values()))
+
+
+def test_parts_of_many_tensors_are_parsed_and_merged_without_objects_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """100,000 of them would make the garbage collector hold the GIL for 0.2 s, several times."""
+    storage, world_size = MemoryStorage(), 2
+    state = {f"layers.{i}": torch.full((3,), float(i)) for i in range(1000)}
+    for rank in range(world_size):
+        checkpoints.save(
+            storage,
+            state,
+            step=1,
+            nonce="aa",
+            rank=rank,
+            world_size=world_size,
+            fence=lambda: False,
+        )
+    longest = 0
+
+    class Decoder(json.JSONDecoder):
+        def raw_decode(self, text: str, idx: int = 0) -> tuple[Any, int]:
+            nonlocal longest
+            value, end = super().raw_decode(text, idx)
+            longest = max(longest, end - idx)
+            return value, end
+
+    monkeypatch.setattr(manifest_module, "_DECODER", Decoder())
+    gc.collect()
+    before = len(gc.get_objects())
+    merged = merge_parts(read_parts(storage, CheckpointName(1, 0, "aa"), world_size))
+    text = merged.to_bytes()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100 + tracked_dicts(len(state))
+    assert 0 < longest < 1000
+    assert parse_manifest(text, "manifest.json") == merged
+
+
+def tracked_dicts(nodes: int) -> int:
+    """The number of nodes of a tree that the garbage collector visits: it tracks each dict since
+    Python 3.14."""
+    return nodes if gc.is_tracked({"tensor": "name"}) else 0

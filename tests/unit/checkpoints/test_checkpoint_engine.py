@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import linecache
 import os
 import sys
@@ -19,6 +20,7 @@ from kit.manual_clock import ManualClock
 import checkpoints
 from checkpoints import saving
 from checkpoints.engine import THREAD_NAME, Engine
+from checkpoints.names import CheckpointName, failure_file
 from checkpoints.saving import SaveStatus, WriterGroup
 from checkpoints.storage import LocalStorage, PatientStorage
 from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
@@ -500,6 +502,33 @@ def test_a_save_at_interpreter_shutdown_starts_no_threads(
         outcome = engine.save_async(state, step=1, world=WriterGroup(nonce="aa")).wait(60)
     assert outcome is not None and outcome.status is SaveStatus.COMMITTED
     assert same(checkpoints.load(tmp_path, outcome.name).state, state)
+
+
+def test_a_bug_on_the_writer_thread_ends_the_saves_in_flight_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    storage = MemoryStorage()
+    with Engine(storage) as engine:
+        of_two = WriterGroup(nonce="aa", rank=0, size=2)
+        waiting = engine.save_async(small_state(1), step=1, world=of_two)
+        assert engine.finish_writing(LONG_S)
+        engine.submit(functools.partial(list.pop, []))
+        outcome = waiting.wait(LONG_S)
+        assert outcome is not None and outcome.status is SaveStatus.ABANDONED
+        assert "bug on the writer thread: IndexError" in outcome.reason
+        assert save(engine, small_state(2), 2).status is SaveStatus.COMMITTED
+    assert [args.exc_type for args in reported] == [IndexError]
+    assert storage.list(CheckpointName(1, 0, "aa").attempt) == [failure_file(0, 2)]
+
+
+def test_a_task_runs_on_the_writer_thread() -> None:
+    threads: list[str] = []
+    with Engine(MemoryStorage()) as engine:
+        engine.submit(lambda: threads.append(threading.current_thread().name))
+        assert save(engine, small_state(1), 1).status is SaveStatus.COMMITTED
+    assert threads == [THREAD_NAME]
 
 
 def test_the_death_of_the_writer_thread_is_raised_to_its_owner() -> None:

@@ -164,5 +164,6 @@ def test_each_rank_stages_only_its_part(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(saving, "empty", recording_empty)
     for rank in range(4):
-        StagingBuffer().fill(SavePlanner().plan(state, world_size=4, rank=rank))
+        group = checkpoints.WriterGroup(nonce="n", rank=rank, size=4)
+        StagingBuffer().fill(SavePlanner(), state, group)
     assert len(allocated) == 4 and max(allocated) <= total / 4 + 16

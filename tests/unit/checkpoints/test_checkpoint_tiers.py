@@ -17,6 +17,7 @@ from checkpoints.storage import LocalStorage
 from checkpoints.testing import FaultyStorage
 from checkpoints.tiers import TieredStorage
 
+LONG_S = 90.0
 PER_NODE = 2
 Nodes = list[NodeMemory]
 
@@ -229,3 +230,21 @@ def test_a_save_that_exceeds_available_memory_writes_nothing(tmp_path: Path) -> 
     with pytest.raises(DiskFull, match="the cgroup's memory allows"):
         checkpoints.save(memory, {"large": odd_state()["float64"]} | odd_state(), step=1, nonce="a")
     assert used_bytes(tmp_path) == 0
+
+
+def test_engines_save_to_memory_often_and_to_disk_rarely(tmp_path: Path) -> None:
+    memory, disk = NodeMemory(tmp_path / "memory"), tmp_path / "disk"
+    world = checkpoints.WriterGroup(nonce="aa")
+    keep = checkpoints.LatestN(2)
+    with checkpoints.Engine(memory) as often, checkpoints.Engine(disk, keep=keep) as rarely:
+        for step in range(1, 22):
+            for engine, every in ((often, 2), (rarely, 6)):
+                if step % every == 0:
+                    engine.save_async(small_state(step), step=step, world=world)
+                    assert engine.wait(LONG_S)
+    both = TieredStorage([memory, disk])
+    assert steps(TieredStorage([memory])) == [20, 18, 16]
+    assert [info.step for info in checkpoints.list_checkpoints(disk)] == [18, 12]
+    newest = checkpoints.latest(both).checkpoint
+    assert newest is not None and newest.step == 20
+    assert same(checkpoints.load(both, newest.name).state, small_state(20))

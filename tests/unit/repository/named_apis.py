@@ -26,7 +26,7 @@ OBJECTS: dict[str, tuple[type, ...]] = {
     "run": (elastic.Run,),
     "step": (elastic.Step,),
     "loader": (elastic.ElasticLoader,),
-    "engine": (checkpoints.Engine, checkpoints.TieredEngine),
+    "engine": (checkpoints.Engine,),
 }
 # Of other programs that texts name: kubectl, and the script in an example.
 FOREIGN_FLAGS = {

@@ -30,7 +30,7 @@ from checkpoints import (
     engine,
 )
 from checkpoints.storage import PatientStorage, ReadableFile
-from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash
+from checkpoints.testing import FaultyStorage, MemoryStorage
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
 from elastic.groups.world import World
 from elastic.telemetry.events import CheckpointSaved, CheckpointSkipped, Event
@@ -194,33 +194,6 @@ def test_the_engine_stops_being_busy_when_a_share_stays_missing(
     assert seen[0] and not seen[-1]
     assert waiting.in_flight == 1, "it may still be completed"
     rank.saver.close(0.0)
-
-
-def test_saves_become_synchronous_after_three_writer_deaths(
-    tmp_path: Path,
-) -> None:
-    deadly = threading.Event()
-
-    def before(label: str) -> None:
-        if deadly.is_set() and threading.current_thread().name == "checkpoint-writer":
-            raise SimulatedCrash(label)
-
-    storage = FaultyStorage(LocalStorage(tmp_path), before=before)
-    with run_of(Checkpoints(storage, when=1, keep=100)) as (run, journal):
-        script, saver = job(run), parts_of(run).session.checkpoints
-        script.train(9, stop_after=2)
-        assert saver.wait(LONG_S)
-        deadly.set()
-        for _ in range(3):
-            script.train(9, stop_after=1)
-            assert saver.wait(LONG_S)
-        assert len(journal.errors) == 3
-        before_s = set(journal.saved)
-        script.train(9, stop_after=3)
-        assert len(set(journal.saved) - before_s) >= 2, "saved on the caller's thread"
-    messages = [e.reason for e in journal.errors if isinstance(e, CheckpointSkipped)]
-    assert "a new one takes over" in messages[0] and "saves now block training" in messages[2]
-    assert steps_of(tmp_path)[-1] == steps_of_job(script.run)
 
 
 # -- restores ------------------------------------------------------------------------------------
