@@ -307,8 +307,7 @@ def _describe(record: JournalRecord, reason: str) -> str:
         case "worker-died":
             return f"the worker of local rank {record.whole('local_rank')} died: {reason}"
         case "recovered":
-            took = duration(max(0.0, record.number("duration_s")))
-            return f"training resumed from step {step} after {took}"
+            return f"training resumed from step {step}"
         case "world-fault":
             return f"a collective failed after step {step}: {reason}"
         case "state-restored":

@@ -578,7 +578,7 @@ def _finish(figure: Figure, *, name: str, title: str, description: str) -> str:
 # ----------------------------------------------------------------------------
 # A run's report for programs: ``elastic report --format json``.
 
-SCHEMA = 1  # incremented when a field changes its meaning or is removed
+SCHEMA = 2  # incremented when a field changes its meaning or is removed
 
 
 def document(report: RunReport) -> dict[str, Any]:
@@ -638,10 +638,12 @@ def _incident(incident: IncidentReport) -> dict[str, Any]:
         "generations": list(incident.generations),
         "cause": incident.cause,
         "reason": incident.reason,
+        "time": round(incident.at_s, 3),
         "start": round(incident.start_s, 3),
-        "duration_s": round(incident.duration_s, 3),
+        "pause_s": round(incident.pause_s, 3),
         "is_over": incident.is_over,
         "nodes": list(incident.nodes),
+        "recomputed_s": round(incident.recomputed_s, 3),
         "cost_s": round(incident.cost_s, 3),
         "seconds": {a.value: round(s, 6) for a, s in incident.phases},
         "step": incident.step,
@@ -722,12 +724,12 @@ def _breakdown(breakdown: Breakdown, duration_s: float) -> Iterator[str]:
 def _incidents(report: RunReport) -> Iterator[str]:
     yield from _section(
         "Changes of the world",
-        "| at | generation | reason | idle time | cost | largest phases |",
+        "| at | generation | reason | pause | recomputed | where the pause went |",
         "|---|---|---|---:|---:|---|",
         (
-            f"| {timestamp(i.start_s)} | {', '.join(map(str, i.generations))} | "
-            f"{_cell(i.reason)} | {duration(i.duration_s)} | {duration(i.cost_s)} | "
-            f"{_largest(i.phases, 6)} |"
+            f"| {timestamp(i.at_s)} | {', '.join(map(str, i.generations))} | "
+            f"{_cell(_happened(i))} | {duration(i.pause_s)} | "
+            f"{duration(i.recomputed_s) if i.recomputed_s else ''} | {_largest(i.phases, 6)} |"
             for i in report.incidents
         ),
     )
@@ -742,6 +744,14 @@ def _incidents(report: RunReport) -> Iterator[str]:
             for i in report.failures
         ),
     )
+
+
+def _happened(incident: IncidentReport) -> str:
+    """The reason and, if a worker raised one, the first error."""
+    if not incident.errors:
+        return incident.reason
+    node, error = incident.errors[0]
+    return f"{incident.reason}; {node}: {error.strip().splitlines()[-1]}"
 
 
 def _findings(report: RunReport) -> Iterator[str]:
@@ -905,7 +915,6 @@ def _context(report: RunReport, charts: _Charts, size: _Size) -> dict[str, Any]:
         "nodes": rows(sorted(goodput.nodes, key=lambda n: n.breakdown.goodput)),
         "curves": [_DrawnCurve(d.curve, Markup(d.svg), d.rows) for d in charts.curves],
         "incidents": incidents,
-        "phases": [a for a in Activity if any(_phase_s(i, a) >= 0.0005 for i in incidents)],
         "failures": rows(report.failures),
         "verdicts": rows(findings.verdicts),
         "hangs": rows(findings.hangs),
@@ -960,9 +969,10 @@ def _checkpoint_sentence(report: RunReport) -> str:
         return "No checkpoint was committed."
     mean_s = sum(saved.duration_s for saved in history.saved) / len(history.saved)
     age_s = max(0.0, report.goodput.end_s - last.at_s)
+    stall_s = report.goodput.breakdown.seconds.get(Activity.CHECKPOINT, 0.0)
     return (
         f"{counted(len(history.saved), 'checkpoint')} committed, {duration(mean_s)} each on "
-        f"average; training waited {duration(history.stall_s)} for all of them. The last one, "
+        f"average; training waited {duration(stall_s)} for them. The last one, "
         f"{printable(last.name, 80)} of step {last.step}, is {duration(age_s)} older than the end "
         "of the journals."
     )
@@ -989,9 +999,8 @@ def _template(size: _Size) -> Template:
         "took": lambda seconds: duration(max(0.0, seconds)),
         "percent": lambda share: f"{share:.1%}",
         "value": lambda number: f"{number:.6g}",
-        "ms": _ms,
-        "phase_ms": lambda incident, phase: _ms(_phase_s(incident, phase)),
-        "losses": _losses_page,
+        "largest": _largest,
+        "happened": _happened,
         "counted": counted,
     }
     environment.filters.update(filters)
@@ -1015,16 +1024,3 @@ def _names(size: _Size, names: Sequence[str]) -> str:
     shown = [_text(size, name, 60) for name in names[:_MAX_NAMES]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
-
-
-def _phase_s(incident: IncidentReport, phase: Activity) -> float:
-    return dict(incident.phases).get(phase, 0.0)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:,.0f}" if seconds >= 0.0005 else ""
-
-
-def _losses_page(breakdown: Breakdown, count: int) -> str:
-    shown = [f"{a.value} {duration(s)}" for a, s in breakdown.losses[:count] if s >= 0.0005]
-    return ", ".join(shown)

@@ -308,7 +308,7 @@ def test_the_same_event_of_all_ranks_is_listed_once() -> None:
         ("world-formed", {"nodes": ["a"], "size": 8, "reason": "x"}, "with 1 nodes, 8 workers: x"),
         ("node-lost", {"lost": "n2", "reason": "gone"}, "n2 was lost: gone"),
         ("worker-died", {"local_rank": 1, "reason": "T:\n  boom"}, "local rank 1 died:   boom"),
-        ("recovered", {"step": 7, "duration_s": 1.25}, "training resumed from step 7 after 1.2 s"),
+        ("recovered", {"step": 7, "duration_s": 1.25}, "training resumed from step 7"),
         ("job-ended", {"outcome": "failure", "reason": "x"}, "failure: x"),
         ("leader-changed", {"leader": "n1"}, "node n1 is the leader"),
         ("leader-changed", {"leader": None}, "there is no leader"),
@@ -353,7 +353,7 @@ def test_charts_are_drawn_from_the_journals_within_the_size_limit(tmp_path: Path
     write_run(tmp_path, run_id="llama-7")
     charts = charts_of(*read_folder(tmp_path), "llama-7")
     assert charts.problem == "" and charts.goodput is not None
-    assert "recomputed steps" in charts.legend
+    assert "detection" in charts.legend
     drawn = (charts.timeline, charts.breakdown, *charts.curves)
     assert len(drawn) == 3
     for svg in drawn:
