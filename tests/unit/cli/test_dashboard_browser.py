@@ -132,7 +132,7 @@ def test_a_kill_is_shown_without_a_reload_and_the_focus_is_kept(
     with DashboardUnderTest(job, tmp_path).served() as port:
         show(browser, port)
         eventually(sees(browser, "training in generation 7 with 4 of 4 nodes"), "it trains")
-        region = browser.find_element(By.CSS_SELECTOR, "#nodes [tabindex]")
+        region = browser.find_element(By.CSS_SELECTOR, "[aria-label='Nodes, table']")
         browser.execute_script("arguments[0].focus()", region)
         began_s = time.monotonic()
         journal.emit(WorkerDied(pid=1, local_rank=0, reason="killed by signal 9 (SIGKILL)"))
@@ -155,7 +155,7 @@ def test_heartbeats_are_updated_within_the_existing_table(browser: Any, job: Fak
         show(browser, port)
         eventually(lambda: cell(browser, "step-3") == "52", "the nodes")
         assert cell(browser, "heartbeat-3").endswith("s ago")
-        name = "document.querySelector('#nodes tbody th')"
+        name = "document.querySelector('[aria-labelledby=live-nodes] tbody th')"
         browser.execute_script(f"getSelection().selectAllChildren({name})")
         assert browser.execute_script("return String(getSelection())").startswith("n1")
         job.progress(60, silent=("n4",))
@@ -181,7 +181,7 @@ def test_a_page_survives_a_restart_of_its_server(browser: Any, job: FakeJob) -> 
     eventually(sees(browser, "The dashboard server does not respond"), "that it is gone")
     assert "training in generation 7" in page_text(browser), "the last state is still shown"
     job.kill("n3")
-    with DashboardUnderTest(job, server="second").served(port):
+    with DashboardUnderTest(job).served(port):
         eventually(sees(browser, "training in generation 8"), "the new state")
         eventually(lambda: live(browser) != first, "the new server")
         assert "does not respond" not in page_text(browser)
@@ -192,10 +192,13 @@ def test_hostile_names_are_escaped(browser: Any, job: FakeJob, tmp_path: Path) -
     job.put_node("n4", None, NodeState.STARTING, name=HOSTILE)
     dashboard = DashboardUnderTest(job, tmp_path)
     with dashboard.served() as port:
-        eventually(lambda: dashboard.feed.snapshot.charts, "the charts")
+        eventually(lambda: dashboard.feed.snapshot.report, "the report")
         show(browser, port)
         eventually(sees(browser, "<img src=x onerror="), "the name as text")
-        eventually(lambda: browser.find_elements(By.CSS_SELECTOR, "#timeline svg"), "a chart")
+        eventually(
+            lambda: browser.find_elements(By.CSS_SELECTOR, "[aria-labelledby=timeline] svg"),
+            "a chart",
+        )
         assert browser.execute_script("return window.hacked === undefined")
         assert browser.find_elements(By.CSS_SELECTOR, "img") == []
         assert console_messages(browser) == [], "the content security policy blocked nothing"
@@ -212,7 +215,7 @@ def test_contrast_labels_and_width_are_accessible(
     job.progress(53, silent=("n3",))
     dashboard = DashboardUnderTest(job, tmp_path)
     with dashboard.served() as port:
-        eventually(lambda: dashboard.feed.snapshot.charts, "the charts")
+        eventually(lambda: dashboard.feed.snapshot.report, "the report")
         eventually(lambda: dashboard.feed.snapshot.view, "etcd is read")
         show(browser, port, size=size, dark=theme == "dark")
         eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "svg")) == 3, "the charts")

@@ -152,8 +152,9 @@ def run_until(folder: Path, at_s: float) -> RunReport:
     ("at_s", "is_over", "said"),
     [
         (40.9, [], "There were no interruptions."),
-        (42.0, [False], "1 failure paused training for 3.0 s. No step was committed since the last failure."),
-        (44.0, [True], "1 failure paused training for"),  # the first step is committed, but no window follows it
+        (42.0, [False], "paused training for 3.0 s. No step was committed since the last failure."),
+        # The first step is committed, but no window follows it.
+        (44.0, [True], "1 failure paused training for"),
         (119.9, [True, True], "The job is still running, or ended without a final event"),
         (120.9, [True, True], "All workers finished, but no agent recorded the end of the job"),
         (121.2, [True, True], "The job succeeded after 2 min 1 s."),
