@@ -28,7 +28,9 @@ def draw(journals: Path) -> None:
         "report-timeline": timeline_chart(report.timeline),
         "report-breakdown": breakdown_chart(report.goodput.breakdown),
     }
-    style = f"<style>{variables('svg')}svg{{font-family:sans-serif;background:var(--paper)}}</style>"
+    style = (
+        f"<style>{variables('svg')}svg{{font-family:sans-serif;background:var(--paper)}}</style>"
+    )
     for name, chart in pictures.items():
         # A picture is a file of its own, without the page's style sheet.
         head, title, rest = svg(chart).partition("<title")

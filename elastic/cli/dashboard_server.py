@@ -28,7 +28,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from elastic.agent.identity import is_loopback
-from elastic.cli.dashboard_feed import UNKNOWN, JobFeed, event_document, live_page, status_document
+from elastic.cli.dashboard_feed import (
+    UNKNOWN,
+    JobFeed,
+    JobSnapshot,
+    event_document,
+    live_page,
+    status_document,
+)
 from elastic.cli.status import SCHEMA
 from elastic.cli.view import JobCondition
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
@@ -40,7 +47,7 @@ from elastic.tuning.intervals import DASHBOARD_DRAIN_S
 DASHBOARD_REQUEST_S = 10.0
 # An idle connection of a page is closed after this: pages ask every second.
 DASHBOARD_IDLE_S = 15.0
-# All clients get the same bytes for this long.
+# All clients get the same bytes for this long, unless the job has changed.
 DASHBOARD_PAGE_S = 0.5
 
 # ----------------------------------------------------------------------------
@@ -296,7 +303,7 @@ class RequestFilter:
 # ----------------------------------------------------------------------------
 # The routes of the page, as a Starlette application.
 #
-# The page is rendered when it is requested, at most twice per second for any number of clients.
+# The page is rendered when it is requested, a few times per second for any number of clients.
 # It refreshes itself with a conditional request: if only ages differ, it counts those itself.
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -337,10 +344,13 @@ class _Pages:
         self._server = secrets.token_hex(4)  # tells pages that it was restarted
         self._page = b""
         self._etag = ""
+        self._rendered: JobSnapshot | None = None
         self._rendered_s = float("-inf")
 
     async def page(self, request: Request) -> Response:
-        if self._clock.monotonic() - self._rendered_s >= DASHBOARD_PAGE_S:
+        is_old = self._clock.monotonic() - self._rendered_s >= DASHBOARD_PAGE_S
+        if is_old or self._feed.snapshot is not self._rendered:
+            self._rendered = self._feed.snapshot
             source = live_page(self._feed.current(), self._server)
             lasting = _AGES.sub(r"\1\2", source)
             self._page = source.encode()

@@ -217,7 +217,8 @@ class IncidentReport:
     cause: str  # of the first: lost, left, failure, joined, paused, resumed or takeover
     reason: str
     at_s: float  # Unix time at which the leader recorded it, as in ``elastic status``
-    start_s: float  # the last step before it
+    start_s: float  # the last commit before it
+    end_s: float  # the first commit after it
     pause_s: float  # how long training made no progress: the node that lost most
     phases: tuple[tuple[Activity, float], ...]  # seconds of the pause, roughly in order
     recomputed_s: float  # of the run's time: committed steps that had to be repeated
@@ -282,6 +283,7 @@ def _report(
         reason=incident.reason,
         at_s=_recorded_s(incident, relevant),
         start_s=incident.start_s,
+        end_s=incident.end_s,
         pause_s=incident.pause_s,
         phases=tuple((a, seconds[a]) for a in Activity if seconds.get(a, 0.0) > 0),
         recomputed_s=incident.breakdown.seconds.get(Activity.RECOMPUTED, 0.0),

@@ -615,10 +615,10 @@ def facts_of(report: RunReport) -> Iterator[tuple[str, str]]:
 def _sections(report: RunReport) -> Iterator[tuple[str, str]]:
     if report.notes:
         yield "notes", "Notes"
+    yield from (("incidents", "Incidents"), ("verdicts", "Verdicts and hangs"))
     yield from (("timeline", "Timeline"), ("time", "Where the time went"))
     if report.curves:
         yield "curves", "Loss" if report.curves[0].name == "loss" else "Metrics"
-    yield from (("incidents", "Incidents"), ("verdicts", "Verdicts and hangs"))
     yield "checkpoints", "Checkpoints"
 
 

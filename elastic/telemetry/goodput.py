@@ -399,7 +399,8 @@ def _cuts(begins: Mapping[int, int]) -> dict[int, int]:
 # A worker's lane consists of its summed windows (``rank-times``) and the events of
 # its recoveries. An agent's lane covers the time in which a node had no worker.
 
-_LAPS = (
+# The measured phases of a recovery, fields of the event ``recovered``.
+LAPS = (
     ("leave_s", Activity.ABORT),
     ("wait_s", Activity.RENDEZVOUS),
     ("paused_s", Activity.WAITING_FOR_NODES),
@@ -624,7 +625,7 @@ class _WorkerLane:
     def _laps(self, record: JournalRecord) -> None:
         """Add a recovery's measured phases, approximately in their order."""
         self._fill(record.at_s - record.number("duration_s"))
-        laps = [(max(0.0, record.number(name)), activity) for name, activity in _LAPS]
+        laps = [(max(0.0, record.number(name)), activity) for name, activity in LAPS]
         whole_s = sum(took_s for took_s, _ in laps)
         left_s = record.at_s - self._cursor_s
         if whole_s > 0:

@@ -22,6 +22,7 @@ from elastic.report.render import (
     curve_chart,
     html,
     largest,
+    markdown,
     name_of,
     svg,
     timeline_chart,
@@ -123,6 +124,24 @@ def test_an_incident_lists_the_duration_of_each_phase(report: RunReport, page: P
     assert f"{duration(lost.pause_s)} {largest(lost.phases, 8)}" in page.text
     # Two of three nodes went through it: of the run's time, it cost less than its pause.
     assert lost.cost_s == pytest.approx(lost.pause_s * 2 / 3, abs=0.05)
+
+
+def test_the_first_error_is_in_the_first_line_of_its_incident(tmp_path: Path) -> None:
+    """Not the errors of others, which only say that a peer is gone."""
+    processes = write_run(tmp_path)
+    agent, worker = processes[1], processes[6]
+    agent.write(40.8, "worker-died", local_rank=0, reason="Traceback:\nValueError: boom")
+    worker.write(40.9, "world-fault", step=31, error="KeyError: 'x'", rank=1, generation=1)
+    for process in (agent, worker):
+        (tmp_path / process.path).write_text("\n".join(process.lines) + "\n")
+    report = report_in(tmp_path)
+    (failure,) = report.failures
+    assert failure.errors == (
+        ("node-1", "Traceback:\nValueError: boom"),
+        ("node-2", "KeyError: 'x'"),
+    )
+    what = "node-1 was lost; node-1: ValueError: boom"
+    assert what in Page(html(report)).text and what in "\n".join(markdown(report))
 
 
 def test_the_page_is_self_contained(page: Page) -> None:
