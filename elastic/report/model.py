@@ -251,7 +251,7 @@ class IncidentReport:
 _OF_INCIDENTS = frozenset(
     {
         *("world-fault", "world-joined", "state-restored", "state-received", "worker-died"),
-        *("world-formed", "failure-judged"),
+        *("world-formed", "failure-judged", "node-lost"),
     }
 )
 
@@ -310,13 +310,15 @@ def _state_from(within: Sequence[JournalRecord]) -> str:
 
 
 def _recorded_s(incident: IncidentGoodput, records: Sequence[JournalRecord]) -> float:
-    """When the leader charged the failure or, without one, agreed on the first world after it."""
+    """When the leader noticed the failure or, without one, agreed on the first world after it: that
+    may be seconds later, as it waits for other nodes."""
     first = incident.generations[0]
     recorded = (
         record.at_s
         for record in records
         if (record.name == "world-formed" and record.whole("generation") == first)
         or (record.name == "failure-judged" and record.whole("generation") == first - 1)
+        or (record.name == "node-lost" and incident.start_s <= record.at_s <= incident.end_s)
     )
     return min(recorded, default=incident.start_s)
 

@@ -260,12 +260,9 @@ def test_two_hundred_pages_see_a_kill_through_one_reader_of_etcd(
     job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dashboard = DashboardUnderTest(job)
-    reads: list[str] = []
-    listing = job.store.list
-    monkeypatch.setattr(job.store, "list", lambda prefix: reads.append(prefix) or listing(prefix))
-    takes: list[object] = []
-    taking = dashboard.feed._take
-    monkeypatch.setattr(dashboard.feed, "_take", lambda view: takes.append(view) or taking(view))
+    reads, views = Mock(wraps=job.store.list), Mock(wraps=dashboard.feed._take)
+    monkeypatch.setattr(job.store, "list", reads)
+    monkeypatch.setattr(dashboard.feed, "_take", views)
 
     async def watch(port: int) -> None:
         limits = httpx.Limits(max_connections=200)
@@ -281,7 +278,7 @@ def test_two_hundred_pages_see_a_kill_through_one_reader_of_etcd(
 
     with dashboard.served() as port:
         asyncio.run(watch(port))
-    assert len(takes) <= len(reads) <= len(takes) + 1, "pages read nothing"
+    assert views.call_count <= reads.call_count <= views.call_count + 1, "pages read nothing"
 
 
 def test_poll_intervals_show_a_loss_within_two_seconds() -> None:

@@ -67,7 +67,8 @@ def test_each_failure_is_one_incident_of_the_same_time_and_step(
     assert recorded["lost"] == ["node-1"] and "node-1 is lost" in failure.reason
     formed = {mark.generation: mark.at_s for mark in report.marks}
     for incident in report.incidents:
-        assert incident.at_s == formed[incident.generations[0]], "as in the timeline"
+        formed_s = formed[incident.generations[0]]
+        assert incident.at_s == pytest.approx(formed_s, abs=0.05), "as in the timeline"
     assert any("generation 1: node-1 was lost" in line for line in lines(view))
 
 
