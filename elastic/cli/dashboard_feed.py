@@ -104,7 +104,7 @@ def live_page(snapshot: JobSnapshot, server: str) -> str:
     live = {
         "server": server,
         "at_s": snapshot.at_s,
-        "state": snapshot.state,
+        "state": snapshot.state if view is not None or report is None else "from journals",
         "spoken": snapshot.state + (f", generation {generation}" if generation else ""),
         "mood": _mood(snapshot),
         "sentence": list(_sentence(snapshot)),
@@ -113,7 +113,7 @@ def live_page(snapshot: JobSnapshot, server: str) -> str:
         "last_known": snapshot.last_known,
         "facts": list(_facts(snapshot)),
         "nodes": rows,
-        "no_nodes": "No node is alive." if view is not None else "Unknown without etcd.",
+        "no_nodes": "No node is alive." if view is not None else "",
         "incidents": [
             {
                 "at_s": breakage.time_s,

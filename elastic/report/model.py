@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from elastic.telemetry.goodput import (
 )
 from elastic.telemetry.log import duration, printable
 from elastic.telemetry.reader import JournalRecord, MergedJournal, run_of
+from elastic.tracebacks import exception_line
 
 # ----------------------------------------------------------------------------
 # Curves of values logged by the script, with as many points as a chart needs. Pure.
@@ -248,12 +250,10 @@ class IncidentReport:
         return max(0, self.step - (self.checkpoint.step if self.checkpoint is not None else 0))
 
 
-_OF_INCIDENTS = frozenset(
-    {
-        *("world-fault", "world-joined", "state-restored", "state-received", "worker-died"),
-        *("world-formed", "failure-judged", "node-lost"),
-    }
+_OF_WORKERS = frozenset(
+    {"world-fault", "world-joined", "state-restored", "state-received", "worker-died"}
 )
+_OF_LEADERS = frozenset({"world-formed", "failure-judged", "node-lost"})
 
 
 def incident_reports(
@@ -262,12 +262,21 @@ def incident_reports(
     checkpoints: CheckpointHistory,
 ) -> list[IncidentReport]:
     """One report per incident; ``records``: the run's records, in order of time."""
-    relevant = [record for record in records if record.name in _OF_INCIDENTS]
-    return [_report(incident, relevant, checkpoints) for incident in incidents]
+    relevant: list[JournalRecord] = []
+    led: list[JournalRecord] = []  # few, even in a job of many ranks
+    for record in records:
+        if record.name in _OF_WORKERS:
+            relevant.append(record)
+        elif record.name in _OF_LEADERS:
+            led.append(record)
+    return [_report(incident, relevant, led, checkpoints) for incident in incidents]
 
 
 def _report(
-    incident: IncidentGoodput, relevant: Sequence[JournalRecord], checkpoints: CheckpointHistory
+    incident: IncidentGoodput,
+    relevant: Sequence[JournalRecord],
+    led: Sequence[JournalRecord],
+    checkpoints: CheckpointHistory,
 ) -> IncidentReport:
     first = bisect_left(relevant, incident.start_s, key=lambda r: r.at_s)
     within = relevant[first : bisect_right(relevant, incident.end_s, key=lambda r: r.at_s)]
@@ -281,7 +290,7 @@ def _report(
         generations=incident.generations,
         cause=incident.cause,
         reason=incident.reason,
-        at_s=_recorded_s(incident, relevant),
+        at_s=_recorded_s(incident, led),
         start_s=incident.start_s,
         end_s=incident.end_s,
         pause_s=incident.pause_s,
@@ -312,29 +321,34 @@ def _state_from(within: Sequence[JournalRecord]) -> str:
 def _recorded_s(incident: IncidentGoodput, records: Sequence[JournalRecord]) -> float:
     """When the leader noticed the failure or, without one, agreed on the first world after it: that
     may be seconds later, as it waits for other nodes."""
+    formed = {r.whole("generation"): r.at_s for r in records if r.name == "world-formed"}
     first = incident.generations[0]
-    recorded = (
+    first_s = formed.get(first, incident.start_s)
+    before_s = max((at_s for at_s in formed.values() if at_s < first_s), default=-math.inf)
+    noticed = (
         record.at_s
         for record in records
-        if (record.name == "world-formed" and record.whole("generation") == first)
+        if (record.name == "node-lost" and before_s < record.at_s < first_s)
         or (record.name == "failure-judged" and record.whole("generation") == first - 1)
-        or (record.name == "node-lost" and incident.start_s <= record.at_s <= incident.end_s)
     )
-    return min(recorded, default=incident.start_s)
+    return min(noticed, default=first_s)
+
+
+_ABORTED = re.compile(r"(elastic\.errors\.)?GroupAborted\b")
 
 
 def _errors(within: Sequence[JournalRecord]) -> list[tuple[str, str]]:
     """What workers raised, in order of time, and once for each node: its most detailed text.
 
-    Errors that only say that a peer is gone are consequences: the incident's reason names the
-    peer.
+    Errors that only say that a peer is gone, or that the group was aborted for that, are
+    consequences: the incident's reason names the peer.
     """
     known: dict[str, str] = {}
     for record in within:
         if record.name not in ("worker-died", "world-fault"):
             continue
         text = record.text("reason") or record.text("traceback") or record.text("error")
-        if text.strip() and not is_consequence(text):
+        if text.strip() and not (_ABORTED.match(exception_line(text)) or is_consequence(text)):
             known[record.node] = max(known.get(record.node, ""), text, key=len)
     return list(known.items())[:_MAX_ERRORS]
 

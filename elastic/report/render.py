@@ -21,6 +21,7 @@ from elastic.report.model import (
 )
 from elastic.telemetry.goodput import Activity, Breakdown
 from elastic.telemetry.log import duration, printable, timestamp
+from elastic.tracebacks import exception_line
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -643,7 +644,7 @@ def _happened(incident: IncidentReport) -> str:
     if not incident.errors:
         return incident.reason
     node, error = incident.errors[0]
-    return f"{incident.reason}; {node}: {error.strip().splitlines()[-1]}"
+    return f"{incident.reason}; {node}: {exception_line(error)}"
 
 
 # Filters -----------------------------------------------------------------------------------------

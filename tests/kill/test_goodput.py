@@ -363,10 +363,10 @@ def test_goodput_accounts_for_all_time_of_a_run_with_kills(
     report = report_of(journal)
     (incident,) = [i for i in report.incidents if i.generations == kill.generations]
     (recorded,) = [b for b in view.breakages if b.generation == kill.generations[0] - 1]
-    formed_s = {mark.generation: mark.at_s for mark in report.marks}[kill.generations[0]]
+    formed_s = {mark.generation: mark.at_s for mark in report.marks}
     # As etcd has it, and no later than the world that follows.
     for at_s in (incident.at_s, recorded.time_s):
-        assert kill.start_s - 0.1 <= at_s <= formed_s + 0.1
+        assert formed_s[generation] <= at_s <= formed_s[kill.generations[0]] + 0.1
     assert recorded.lost == ("node2",)
     assert report.goodput.recomputed_steps or not incident.recomputed_s
     assert any("node2" in note for note in found.notes)

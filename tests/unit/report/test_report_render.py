@@ -126,18 +126,24 @@ def test_an_incident_lists_the_duration_of_each_phase(report: RunReport, page: P
     assert lost.cost_s == pytest.approx(lost.pause_s * 2 / 3, abs=0.05)
 
 
+BOOM = 'Traceback (most recent call last):\n  File "a", line 1, in f\nValueError: boom'
+
+
 def test_the_first_error_is_in_the_first_line_of_its_incident(tmp_path: Path) -> None:
     """Not the errors of others, which only say that a peer is gone."""
     processes = write_run(tmp_path)
     agent, worker = processes[1], processes[6]
-    agent.write(40.8, "worker-died", local_rank=0, reason="Traceback:\nValueError: boom")
-    worker.write(40.9, "world-fault", step=31, error="KeyError: 'x'", rank=1, generation=1)
-    for process in (agent, worker):
+    agent.write(40.8, "worker-died", local_rank=0, reason=BOOM)
+    place = {"step": 31, "generation": 1}
+    worker.write(40.9, "world-fault", error="KeyError: 'x'", rank=1, **place)
+    aborted = "elastic.errors.GroupAborted: the group was taken down"
+    processes[4].write(40.9, "world-fault", error="", traceback=aborted, rank=0, **place)
+    for process in (agent, worker, processes[4]):
         (tmp_path / process.path).write_text("\n".join(process.lines) + "\n")
     report = report_in(tmp_path)
     (failure,) = report.failures
     assert failure.errors == (
-        ("node-1", "Traceback:\nValueError: boom"),
+        ("node-1", BOOM),
         ("node-2", "KeyError: 'x'"),
     )
     what = "node-1 was lost; node-1: ValueError: boom"
