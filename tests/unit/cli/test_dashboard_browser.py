@@ -23,8 +23,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from elastic.membership.records import NodeState
+from elastic.report.model import report_of
+from elastic.report.render import html
 from elastic.telemetry.events import WorkerDied
 from elastic.telemetry.journal import Journal
+from elastic.telemetry.reader import merge, read_folder
 from elastic.testing.waiting import PATIENCE_S, eventually
 
 SCREENSHOTS = Path(__file__).parents[3] / "build" / "dashboard"
@@ -228,6 +231,29 @@ def test_contrast_labels_and_width_are_accessible(
         assert [(v["id"], v["nodes"][0]["html"]) for v in found["violations"]] == []
         assert len(found["passes"]) > 20
         assert console_messages(browser) == []
+
+
+def test_the_report_fits_a_laptop_and_is_accessible(browser: Any, tmp_path: Path) -> None:
+    """With the phases of a pause in one column: a column for each was wider than the window."""
+    names = ("trainer-0.llama.svc", "trainer-1.llama.svc", "trainer-2.llama.svc", "c")
+    write_run(tmp_path / "journals", names=names)
+    report = report_of(merge(*read_folder(tmp_path / "journals")))
+    assert len(report.incidents[0].phases) >= 6
+    path = tmp_path / "report.html"
+    path.write_text(html(report))
+    metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get("about:blank")
+    browser.get_log("browser")
+    browser.get(path.as_uri())
+    regions = "[...document.querySelectorAll('.scroll')]"
+    cut = f"return {regions}.filter(e => e.scrollWidth > e.clientWidth).map(e => e.ariaLabel)"
+    assert browser.execute_script(cut) == []
+    first = browser.find_element(By.CSS_SELECTOR, "[aria-label='Incidents, table'] tbody tr").text
+    assert "trainer-1.llama.svc was lost" in first and "detection" in first
+    found = Axe().run(browser)
+    assert [(v["id"], v["nodes"][0]["html"]) for v in found["violations"]] == []
+    assert console_messages(browser) == []
 
 
 def test_all_controls_are_reachable_by_keyboard(browser: Any, job: FakeJob) -> None:

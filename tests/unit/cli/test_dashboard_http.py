@@ -427,14 +427,18 @@ def token(folder: Path) -> list[str]:
     return [f"--token-file={path}"]
 
 
-def test_a_missing_extra_is_reported_with_the_install_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["dashboard", "--journal", str(tmp_path)]) == 2
-    output = capsys.readouterr().err
-    assert "the dashboard needs the package uvicorn, which is not installed" in output
-    assert "pip install 'torch-elastic-harness[dashboard]'" in output
+def test_a_missing_extra_is_reported_with_the_install_command(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['uvicorn'] = None\n"
+        "from elastic.cli.main import main\n"
+        "sys.exit(main(['dashboard', '--journal', sys.argv[1]]))"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "the dashboard needs the package uvicorn, which is not installed" in done.stderr
+    assert "pip install 'torch-elastic-harness[dashboard]'" in done.stderr
 
 
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
