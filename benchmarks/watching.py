@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 import psutil
 from measurement import Row
 
@@ -142,10 +143,7 @@ def _cpu(process: subprocess.Popen[str], store: EtcdStore, port: int, pages: int
 
 
 async def _measure(process: psutil.Process, store: EtcdStore, port: int, pages: int) -> float:
-    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(pages)]
-    for _, writer in opened:
-        writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    readers = [asyncio.create_task(_discard(reader)) for reader, _ in opened]
+    readers = [asyncio.create_task(_refresh(port)) for _ in range(pages)]
     samples = []
     await asyncio.sleep(PROGRESS_S)
     until_s, step = time.monotonic() + MEASURED_S, 0
@@ -167,11 +165,16 @@ async def _measure(process: psutil.Process, store: EtcdStore, port: int, pages: 
         samples.append(used_s / (time.monotonic() - began_s))
     for reader in readers:
         reader.cancel()
-    for _, writer in opened:
-        writer.close()
+    await asyncio.gather(*readers, return_exceptions=True)
     return statistics.mean(samples)
 
 
-async def _discard(reader: asyncio.StreamReader) -> None:
-    while await reader.read(1 << 16):
-        pass
+async def _refresh(port: int) -> None:
+    """As the page does."""
+    async with httpx.AsyncClient() as client:
+        etag = ""
+        while True:
+            headers = {"If-None-Match": etag}
+            answer = await client.get(f"http://127.0.0.1:{port}/", headers=headers)
+            etag = answer.headers["ETag"]
+            await asyncio.sleep(1.0)

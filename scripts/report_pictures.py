@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from elastic.report.model import report_of
-from elastic.report.render import breakdown_svg, timeline_svg
+from elastic.report.render import breakdown_chart, svg, timeline_chart, variables
 from elastic.telemetry.reader import merge, read_folder
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -25,11 +25,16 @@ def draw(journals: Path) -> None:
     if not report.goodput.nodes:
         raise SystemExit(f"there are no events in {journals}")
     pictures = {
-        "report-timeline": timeline_svg(report.timeline),
-        "report-breakdown": breakdown_svg(report.goodput.breakdown),
+        "report-timeline": timeline_chart(report.timeline),
+        "report-breakdown": breakdown_chart(report.goodput.breakdown),
     }
-    for name, svg in pictures.items():
-        (IMAGES / f"{name}.svg").write_text(svg + "\n", encoding="utf-8")
+    style = (
+        f"<style>{variables('svg')}svg{{font-family:sans-serif;background:var(--paper)}}</style>"
+    )
+    for name, chart in pictures.items():
+        # A picture is a file of its own, without the page's style sheet.
+        head, title, rest = svg(chart).partition("<title")
+        (IMAGES / f"{name}.svg").write_text(f"{head}{style}{title}{rest}\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ from elastic.telemetry.events import (
     WorkersStarting,
     WorldFormed,
 )
-from elastic.telemetry.goodput import Activity
+from elastic.telemetry.goodput import LAPS, Activity
 from elastic.wire.messages import Cause, WorldState
 
 # ----------------------------------------------------------------------------
@@ -428,14 +428,6 @@ def label_value(text: str) -> str:
 # which world a window began in. A counter cannot be corrected: repeated steps stay productive
 # here, and unreported time of a killed worker is missing.
 
-_LAPS = (
-    ("leave_s", Activity.ABORT),
-    ("wait_s", Activity.RENDEZVOUS),
-    ("paused_s", Activity.WAITING_FOR_NODES),
-    ("build_s", Activity.REBUILD),
-    ("agree_s", Activity.STATE_TRANSFER),
-    ("wrap_s", Activity.REBUILD),
-)
 _WHOLLY = (
     ("data_s", Activity.DATA),
     ("checkpoint_s", Activity.CHECKPOINT),
@@ -486,7 +478,7 @@ class ActivitySeconds:
 
     def on_recovered(self, event: Recovered) -> None:
         """Record that a worker continues after a change of the world."""
-        for name, activity in _LAPS:
+        for name, activity in LAPS:
             self._add(activity, getattr(event, name))
 
     def forget(self, pid: int) -> None:

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import threading
-import xml.etree.ElementTree as ET
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from elastic.cli.last_known import changes_of, last_known
-from elastic.cli.view import JobCondition, JobView, read_job
-from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, CoordinationError
-from elastic.membership.records import Keys
+from elastic.cli.status import SCHEMA, document, ranks_of
+from elastic.cli.view import JobCondition, JobView, incident, read_job, sentence
+from elastic.errors import SYSTEM_CLOCK, Clock, CoordinationError
+from elastic.membership.records import Keys, Node
+from elastic.report.model import ReportLimits, RunReport, TimelineLimits, report_of
+from elastic.report.render import Rows, facts_of, page
 from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.log import duration, get_logger, printable
-from elastic.telemetry.reader import UNNAMED_RUNS, JournalFolder, JournalRecord
-from elastic.tuning.intervals import (
-    DASHBOARD_DRAIN_S,
-)
+from elastic.telemetry.reader import UNNAMED_RUNS, JournalFolder, JournalRecord, merge
+from elastic.tuning.intervals import DASHBOARD_DRAIN_S
 
 # `elastic dashboard` polls etcd this often, once for all of its clients, so that a page shows a
 # loss within two seconds.
 DASHBOARD_ETCD_S = 1.0
 # `elastic dashboard` checks the journals for new lines this often.
 DASHBOARD_JOURNALS_S = 0.5
-# `elastic dashboard` redraws its charts this often; a change of the world is drawn at once.
-DASHBOARD_CHARTS_S = 15.0
+# `elastic dashboard` evaluates the journals this often; after a change of the world, at once.
+DASHBOARD_REPORT_S = 15.0
 # Pause before `elastic dashboard` connects to etcd again after a failed attempt.
 DASHBOARD_RECONNECT_S = 1.0
 
@@ -58,19 +60,6 @@ class Outage:
     reason: str
 
 
-@dataclass(frozen=True)
-class RunCharts:
-    """Charts drawn from the journals as SVG elements, or the reason why there are none."""
-
-    timeline: str = ""
-    breakdown: str = ""
-    curves: tuple[str, ...] = ()
-    goodput: float | None = None
-    goodput_of_s: float = 0.0  # the period that it covers
-    legend: tuple[str, ...] = ()  # activities of the timeline
-    problem: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobSnapshot:
     """All facts of the page, at ``at_s`` of the wall clock."""
@@ -83,7 +72,7 @@ class JobSnapshot:
     reads_journals: bool = False
     last_known: Sequence[str] = ()  # from the journals, while etcd does not answer
     events: tuple[JobEvent, ...] = ()  # the last events, oldest first
-    charts: RunCharts | None = None  # None: not drawn yet
+    report: RunReport | None = None  # from the journals; None: not evaluated yet, or no events
     notes: tuple[str, ...] = ()
 
     @property
@@ -91,87 +80,191 @@ class JobSnapshot:
         """The state: a value of :class:`JobCondition`, or "unknown"."""
         return self.view.state.value if self.view is not None else UNKNOWN
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether the view is older than it should be."""
-        return self.outage is not None
 
-    @property
-    def needs_attention(self) -> bool:
-        """Whether the job needs attention."""
-        bad = (JobCondition.FAILED, JobCondition.DOWN, JobCondition.PAUSED)
-        return self.state in {condition.value for condition in bad}
+# ----------------------------------------------------------------------------
+# A snapshot as a page: what the template page.html shows of a live job, beside its report. Pure.
+
+_MAX_NODES = 100  # rows
+_MAX_EVENTS = 50
+_MAX_INCIDENTS = 10
+_MAX_NOTES = 10
+_GOOD = (JobCondition.TRAINING, JobCondition.SUCCEEDED)
+_BAD = (JobCondition.FAILED, JobCondition.DOWN, JobCondition.PAUSED)
+_TIME = re.compile(r"⟦(\d{1,12}\.\d{3})⟧")
+
+
+def live_page(snapshot: JobSnapshot, server: str) -> str:
+    """The page, readable without JavaScript. ``server``: identifies this start of the server."""
+    view, report = snapshot.view, snapshot.report
+    nodes = [*view.members, *view.joining] if view is not None else []
+    broken = view.breakages[-_MAX_INCIDENTS:] if view is not None else ()
+    generation = view.world.generation if view is not None and view.world is not None else None
+    rows = Rows([_node(view, n) for n in nodes[:_MAX_NODES] if view], _MAX_NODES)
+    rows.hidden = max(0, len(nodes) - _MAX_NODES)
+    live = {
+        "server": server,
+        "at_s": snapshot.at_s,
+        "state": snapshot.state if view is not None or report is None else "from journals",
+        "spoken": snapshot.state + (f", generation {generation}" if generation else ""),
+        "mood": _mood(snapshot),
+        "sentence": list(_sentence(snapshot)),
+        "outage": snapshot.outage,
+        "view_at_s": view.at_s if view is not None else None,
+        "last_known": snapshot.last_known,
+        "facts": list(_facts(snapshot)),
+        "nodes": rows,
+        "no_nodes": "No node is alive." if view is not None else "",
+        "incidents": [
+            {
+                "at_s": breakage.time_s,
+                "generation": breakage.generation,
+                "step": breakage.step,
+                "what": incident(breakage),
+                "verdict": breakage.verdict,
+                "response": breakage.response,
+            }
+            for breakage in reversed(broken)
+        ],
+        "no_report": "The journals have no events of this run yet."
+        if snapshot.reads_journals
+        else "Charts are drawn from the journals of the job: elastic dashboard --journal FOLDER",
+        "events": list(reversed(snapshot.events[-_MAX_EVENTS:])),
+        "notes": [
+            *(snapshot.notes if report is None else ()),
+            *(view.notes if view is not None else ()),
+        ][:_MAX_NOTES],
+    }
+    return page(report, live, title=printable(snapshot.run_id or "an unnamed run", 100))
+
+
+def _mood(snapshot: JobSnapshot) -> str:
+    state = snapshot.view.state if snapshot.view is not None else None
+    if state in _BAD:
+        return "bad"
+    return "good" if state in _GOOD and snapshot.outage is None else ""
+
+
+def _sentence(snapshot: JobSnapshot) -> Iterator[tuple[str, float | None]]:
+    """The status sentence in pieces, each with the time that follows it, whose age the page
+    updates."""
+    view, report = snapshot.view, snapshot.report
+    if view is not None:
+        pieces = _TIME.split(sentence(view, lambda at_s: f"⟦{at_s:.3f}⟧"))
+        times = [float(text) for text in pieces[1::2]]
+        yield from zip(pieces[::2], [*times, None], strict=True)
+    elif snapshot.uses_etcd:
+        yield "etcd has not answered yet", None
+    else:
+        yield f"from the journals only: {report.sentence if report else 'no events yet'}", None
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A tile of the page."""
+
+    name: str
+    text: str
+    at_s: float | None = None  # shown as an age, behind the text
+    value: int = 0  # of a progress bar
+    of: int | None = None
+
+
+def _facts(snapshot: JobSnapshot) -> Iterator[Fact]:
+    view, report = snapshot.view, snapshot.report
+    if view is None:
+        pairs = facts_of(report) if report is not None else ()
+        yield from (Fact(name, text) for name, text in pairs)
+        return
+    progress, world = view.progress, view.world
+    if (step := view.step) is not None:
+        planned = progress.planned_steps if progress is not None else None
+        of = f" of {planned}" if planned is not None else ""
+        yield Fact("Step", f"{step}{of}{' or later' * view.is_step_old}", None, step, planned)
+    if (rate := view.steps_per_s) is not None:
+        yield Fact("Rate", f"{rate:.3g} steps/s")
+    if (eta_s := view.eta_s) is not None:
+        yield Fact("Time left", f"about {duration(eta_s)}")
+    elif view.state is JobCondition.TRAINING:
+        yield Fact("Time left", "unknown")
+    if report is not None:  # it has more detail than the leader's estimate
+        covers, goodput = report.goodput.duration_s, report.goodput.breakdown.goodput
+        yield Fact("Goodput", f"{goodput:.1%} of {duration(covers)}, from the journals")
+    elif (estimate := view.goodput) is not None:
+        since_s = (progress.goodput_since_s if progress is not None else None) or view.at_s
+        covers = max(0.0, view.at_s - since_s)
+        yield Fact("Goodput", f"{estimate:.1%} of {duration(covers)}, an estimate")
+    if progress is not None and progress.checkpoint_step is not None:
+        saved = f"step {progress.checkpoint_step}"
+        yield Fact("Last checkpoint", saved, progress.checkpoint_at_s)
+    if world is not None:
+        yield Fact("Generation", str(world.generation), world.time_s)
+        allowed = f"{world.min_nodes} to {world.max_nodes} allowed"
+        yield Fact("Nodes", f"{len(view.training)} ({allowed})")
+        yield Fact("Workers", str(world.size))
+        yield Fact("Last change", printable(world.reason, 200))
+
+
+def _node(view: JobView, node: Node) -> dict[str, Any]:
+    heartbeat = view.heartbeat_of(node)
+    return {
+        "name": node.name,
+        "is_leader": view.leader is not None and view.leader.node_id == node.node_id,
+        "ranks": ranks_of(view, node),
+        "state": view.state_of(node),
+        "generation": node.running.generation if node.running is not None else None,
+        "step": heartbeat.step,
+        "heard_at_s": view.at_s - heartbeat.age_s if heartbeat.age_s is not None else None,
+        "is_late": heartbeat.is_late,
+        "joined_at_s": node.joined_at_s,
+        "address": node.address,
+    }
 
 
 # ----------------------------------------------------------------------------
-# The charts of the page, drawn from the journals by :mod:`elastic.report`.
-#
-# The page's Content-Security-Policy forbids inline styles: ``style`` attributes of an SVG
-# become presentation attributes, and its ``<style>`` is left to the page.
-
-LARGEST = 36_000  # bytes of a chart: a page is 250 kB at most
-_SEGMENTS = 400  # per timeline, so that a chart stays below LARGEST
-_NAMESPACE = "http://www.w3.org/2000/svg"
+# Documents of ``/api/status`` and ``/api/events``: docs/reference/status.md lists the fields.
 
 
-def charts_of(
-    records: Sequence[JournalRecord], notes: Sequence[str], run_id: str | None
-) -> RunCharts:
-    """Draw the charts. Imports matplotlib; a chart that cannot be drawn becomes a sentence."""
-    from elastic.report.model import TimelineLimits, curves_of, generation_marks, timeline_of
-    from elastic.report.render import breakdown_svg, curve_svg, timeline_svg
-    from elastic.telemetry.goodput import goodput_of_run
-    from elastic.telemetry.reader import merge, run_of
-
-    run = run_of(merge(records, notes), run_id)
-    goodput = goodput_of_run(run)
-    if not goodput.nodes:
-        return RunCharts(problem="The journals have no events of this run yet.")
-    of_run = run.records
-    marks = generation_marks(of_run)
-    timeline = timeline_of(goodput, marks, TimelineLimits(segments=_SEGMENTS))
-    try:
-        drawn = _fitting(lambda: timeline_svg(timeline))
-        breakdown = _fitting(lambda: breakdown_svg(goodput.breakdown))
-        curves = tuple(
-            _fitting(lambda c=curve, n=number: curve_svg(c, marks, name=f"curve-{n}"))  # type: ignore[misc]
-            for number, curve in enumerate(curves_of(of_run, most_curves=1))
-        )
-    except ConfigError as error:  # matplotlib is missing
-        return RunCharts(problem=str(error))
-    return RunCharts(
-        timeline=drawn,
-        breakdown=breakdown,
-        curves=curves,
-        goodput=goodput.breakdown.goodput,
-        goodput_of_s=goodput.duration_s,
-        legend=tuple(activity.value for activity in timeline.activities),
-    )
+def status_document(snapshot: JobSnapshot) -> dict[str, Any]:
+    """The document of ``elastic status -o json`` with the server's additional fields."""
+    view, report, outage = snapshot.view, snapshot.report, snapshot.outage
+    status = document(view) if view is not None else _unknown(snapshot)
+    status["source"] = {
+        "asks_etcd": snapshot.uses_etcd,
+        "view_age_s": round(max(0.0, snapshot.at_s - view.at_s), 3) if view is not None else None,
+        "outage": None
+        if outage is None
+        else {"since": round(outage.since_s, 3), "reason": outage.reason[:1000]},
+        "last_known": [line[:1000] for line in snapshot.last_known],
+        "reads_journals": snapshot.reads_journals,
+        "journal_goodput": round(report.goodput.breakdown.goodput, 6)
+        if report is not None
+        else None,
+        "journal_notes": [note[:1000] for note in snapshot.notes],
+    }
+    return status
 
 
-def _fitting(draw: Callable[[], str]) -> str:
-    svg = without_styles(draw())
-    return svg if len(svg.encode()) <= LARGEST else ""
+def _unknown(snapshot: JobSnapshot) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "run_id": snapshot.run_id,
+        "time": round(snapshot.at_s, 3),
+        "state": snapshot.state,
+        "sentence": " ".join(snapshot.last_known)[:1000],
+    }
 
 
-def without_styles(svg: str) -> str:
-    """The same chart with presentation attributes, which a strict policy allows.
-
-    >>> without_styles('<svg><style>a{}</style><path style="fill:var(--ink);opacity:0.5" /></svg>')
-    '<svg><path fill="var(--ink)" opacity="0.5" /></svg>'
-    """
-    ET.register_namespace("", _NAMESPACE)
-    root = ET.fromstring(svg)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.rpartition("}")[2] == "style":
-                parent.remove(child)
-    for element in root.iter():
-        for declaration in element.attrib.pop("style", "").split(";"):
-            name, colon, value = declaration.partition(":")
-            if colon:
-                element.set(name.strip(), value.strip())
-    return ET.tostring(root, encoding="unicode")
+def event_document(event: JobEvent) -> dict[str, Any]:
+    """The document of one event."""
+    return {
+        "number": event.number,
+        "time": round(event.at_s, 3),
+        "event": event.name,
+        "node": event.node,
+        "generation": event.generation,
+        "step": event.step,
+        "text": event.text,
+    }
 
 
 # ----------------------------------------------------------------------------
@@ -307,8 +400,7 @@ def _describe(record: JournalRecord, reason: str) -> str:
         case "worker-died":
             return f"the worker of local rank {record.whole('local_rank')} died: {reason}"
         case "recovered":
-            took = duration(max(0.0, record.number("duration_s")))
-            return f"training resumed from step {step} after {took}"
+            return f"training resumed from step {step}"
         case "world-fault":
             return f"a collective failed after step {step}: {reason}"
         case "state-restored":
@@ -338,45 +430,32 @@ def _last_line(text: str) -> str:
 
 
 # ----------------------------------------------------------------------------
-# Follows the journals of a job: events immediately, charts when they are due.
+# Follows the journals of a job: events immediately, the report when it is due.
 
-_MAX_NOTES = 10
-# A chart is redrawn immediately after these events.
+# The report is made again immediately after these events.
 _URGENT = frozenset({"world-formed", "recovered", "job-ended"})
-_DRAWING_INTERVALS = 10  # wait ten times as long as drawing takes: at most 1/10 of a core
-
-Draw = Callable[[list[JournalRecord], list[str], "str | None"], RunCharts]
+_REPORT_INTERVALS = 10  # wait ten times as long as a report takes: at most 1/10 of a core
+# A page is fetched every second: its timeline is coarser than that of a report.
+_LIMITS = ReportLimits(timeline=TimelineLimits(segments=400), curves=1)
 
 
 class JournalFeed:
-    """Follows one folder. One thread calls ``look``, one ``draw_if_due``; the rest is thread-safe.
-
-    ``run_id``: "" selects the run that began last.
-    """
+    """Follows one folder, on one thread. ``run_id``: "" selects the run that began last."""
 
     def __init__(
-        self,
-        folder: Path,
-        run_id: str,
-        log: EventLog,
-        *,
-        clock: Clock = SYSTEM_CLOCK,
-        draw: Draw = charts_of,
+        self, folder: Path, run_id: str, log: EventLog, *, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._folder = folder
         self._run_id = run_id
         self._log = log
         self._clock = clock
-        self._draw = draw
         self._reader = JournalFolder(folder)
-        self._lock = threading.Lock()
         self._records: list[JournalRecord] = []
-        self._notes: list[str] = []
         self._runs: dict[str, str] = {}  # by writer
-        self._is_urgent = False
-        self._drawn_records = 0
+        self._is_due = False  # there are new records for the report
         self._due_s = float("-inf")
-        self.charts: RunCharts | None = None
+        self.notes: tuple[str, ...] = ()  # on files that could not be read
+        self.report: RunReport | None = None
 
     @property
     def run_id(self) -> str:
@@ -384,59 +463,50 @@ class JournalFeed:
         named = [run for run in self._runs.values() if run not in UNNAMED_RUNS]
         return self._run_id or (named[-1] if named else "")
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on files that could not be read."""
-        with self._lock:
-            return tuple(self._notes[:_MAX_NOTES])
-
     def last_known(self, now_s: float) -> list[str]:
         """The last known state according to the journals, as lines of text."""
         return last_known(str(self._folder), self._run_id, now_s)
 
     def look(self) -> bool:
         """Read new events; returns whether there were any."""
-        found = self._reader.read_new()
-        for record in found:
+        new = self._reader.read_new()
+        for record in new:
             if record.name == "journal-opened":
                 self._runs[record.writer] = record.text("run_id")
-        own = [r for r in found if self._runs.get(r.writer, "") in (*UNNAMED_RUNS, self.run_id)]
+        own = [r for r in new if self._runs.get(r.writer, "") in (*UNNAMED_RUNS, self.run_id)]
         self._log.add_records(own)
-        notes = self._reader.notes(is_growing=True)
-        with self._lock:
-            is_news = bool(own) or notes != self._notes
-            self._notes = notes
-            self._records += own
-            self._is_urgent |= any(record.name in _URGENT for record in own)
+        notes = tuple(self._reader.notes(is_growing=True))
+        is_news = bool(own) or notes != self.notes
+        self.notes = notes
+        self._records += own
+        self._is_due |= bool(own)
+        if any(record.name in _URGENT for record in own):
+            self._due_s = float("-inf")
         return is_news
 
-    def draw_if_due(self) -> bool:
-        """Redraw the charts if there are new events for them; returns whether it did."""
+    def report_if_due(self) -> bool:
+        """Make the report again if there are new events for it; returns whether it did."""
+        began_s = self._clock.monotonic()
+        if not self._is_due or began_s < self._due_s:
+            return False
+        self._is_due = False
+        report = report_of(merge(self._records, self.notes), self.run_id or None, _LIMITS)
+        self.report = report if report.goodput.nodes else None
         now_s = self._clock.monotonic()
-        with self._lock:
-            is_news = len(self._records) > self._drawn_records
-            if not is_news or (now_s < self._due_s and not self._is_urgent):
-                return False
-            records, notes = list(self._records), list(self._notes)
-            self._is_urgent = False
-        self.charts = self._draw(records, notes, self.run_id or None)
-        self._drawn_records = len(records)
-        took_s = self._clock.monotonic() - now_s
-        self._due_s = self._clock.monotonic() + max(DASHBOARD_CHARTS_S, _DRAWING_INTERVALS * took_s)
+        self._due_s = now_s + max(DASHBOARD_REPORT_S, _REPORT_INTERVALS * (now_s - began_s))
         return True
 
 
 # ----------------------------------------------------------------------------
 # Watches a job on behalf of all clients of the page.
 #
-# One thread reads etcd, one the journals, and one draws the charts.
+# One thread reads etcd, and one the journals.
 
 OpenStore = Callable[[], AbstractContextManager[KeyValue]]
 
 
 class JobFeed:
-    """Watches from ``start`` to ``close``. ``on_change`` gets every snapshot, on one thread
-    at a time; ``on_error`` gets the exception that ended a thread.
+    """Watches from ``start`` to ``close``. ``on_error`` gets the exception that ended a thread.
 
     ``open_store``: connects to etcd, or None to read journals only. ``journals``: None if there are
     none.
@@ -449,7 +519,6 @@ class JobFeed:
         journals: JournalFeed | None,
         log: EventLog,
         *,
-        on_change: Callable[[JobSnapshot], object],
         on_error: Callable[[BaseException], object],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -457,7 +526,6 @@ class JobFeed:
         self._open_store = open_store
         self._journals = journals
         self._log = log
-        self._on_change = on_change
         self._on_error = on_error
         self._clock = clock
         self._lock = threading.Lock()
@@ -474,7 +542,6 @@ class JobFeed:
             for loop, name, is_used in (
                 (self._watch_etcd, "elastic-dashboard-etcd", open_store is not None),
                 (self._watch_journals, "elastic-dashboard-journals", journals is not None),
-                (self._watch_charts, "elastic-dashboard-charts", journals is not None),
             )
             if is_used
         ]
@@ -484,6 +551,10 @@ class JobFeed:
         """The newest snapshot."""
         with self._lock:
             return self._snapshot
+
+    def current(self) -> JobSnapshot:
+        """The newest snapshot, as of now: ages are relative to its time."""
+        return replace(self.snapshot, at_s=self._clock.wall())
 
     @property
     def is_alive(self) -> bool:
@@ -498,7 +569,7 @@ class JobFeed:
     def close(self) -> None:
         """Stop, and wait for the threads for at most ``DASHBOARD_DRAIN_S``. Idempotent.
 
-        Drawing, and connecting to an etcd that does not answer, take longer than a user who
+        A report, and connecting to an etcd that does not answer, take longer than a user who
         presses Ctrl-C waits. The threads are daemons.
         """
         self._closing.set()
@@ -516,11 +587,8 @@ class JobFeed:
             raise
 
     def _publish(self, **changes: object) -> None:
-        if self._closing.is_set():  # a thread that close() did not wait for
-            return
         with self._lock:
             self._snapshot = replace(self._snapshot, at_s=self._clock.wall(), **changes)  # type: ignore[arg-type]
-            self._on_change(self._snapshot)
 
     # -- etcd ---------------------------------------------------------------------------------
 
@@ -575,12 +643,6 @@ class JobFeed:
                     events=self._log.events,
                     notes=self._journals.notes,
                 )
-            self._clock.wait(self._closing, DASHBOARD_JOURNALS_S)
-
-    def _watch_charts(self) -> None:
-        """Draw on a separate thread: drawing takes longer than an event may wait."""
-        assert self._journals is not None
-        while not self._closing.is_set():
-            if self._journals.draw_if_due():
-                self._publish(charts=self._journals.charts)
+            if self._journals.report_if_due():
+                self._publish(report=self._journals.report)
             self._clock.wait(self._closing, DASHBOARD_JOURNALS_S)

@@ -12,10 +12,11 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -29,8 +30,7 @@ from elastic.cli.arguments import CommandParser
 from elastic.cli.report import rendered, write_report
 from elastic.cli.run import LocalNodes, NodeProcess, StopRequest, stop_on_signals
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, ElasticError
-from elastic.report.model import report_of
-from elastic.report.render import can_draw
+from elastic.report.model import RunReport, report_of
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.telemetry.journal import ENVELOPE
 from elastic.telemetry.reader import JournalFolder, JournalRecord, merge, read_folder
@@ -190,16 +190,19 @@ def _entry(record: JournalRecord) -> JournalEntry:
 # The demo's report: `elastic report` of its journals, kept when the journals are removed.
 
 
-def keep_report(journals: Path, stem: Path) -> Path | None:
-    """Write ``stem``.html, or .md without matplotlib. Returns None if there is nothing to report or
-    the file cannot be written; the latter prints a message and does not fail the demo."""
-    report = report_of(merge(*read_folder(journals)))
+def pauses_of(report: RunReport) -> dict[int, float]:
+    """The pause before each generation; of several worlds of an incident, before the last."""
+    return {i.generations[-1]: i.pause_s for i in report.incidents}
+
+
+def keep_report(report: RunReport, stem: Path) -> Path | None:
+    """Write ``stem``.html. Returns None if there is nothing to report or the file cannot be
+    written; the latter prints a message and does not fail the demo."""
     if not report.goodput.nodes:
         return None
-    form = "html" if can_draw() else "md"
-    path = stem.with_name(f"{stem.name}.{form}")
+    path = stem.with_name(f"{stem.name}.html")
     try:
-        write_report(path, rendered(report, form))
+        write_report(path, rendered(report, "html"))
     except ElasticError as error:
         print(f"elastic: the demo has no report: {error}", file=sys.stderr)
         return None
@@ -222,9 +225,7 @@ class Generation:
     nodes: tuple[str, ...]
     first_step: int
     last_step: int | None  # None: it ended before its first step
-    # The longest time without a completed step on a survivor, minus the duration of its last step:
-    # while the demo waits for a node, steps are slow.
-    pause_s: float | None
+    pause_s: float | None  # of the incident before it, as in the report
     recomputed_steps: int  # done here and discarded by a later generation
 
 
@@ -265,6 +266,7 @@ class Summary:
 def summarize(
     ledger: RunLedger,
     journal: Iterable[JournalEntry],
+    pauses: Mapping[int, float],
     plan: DemoPlan,
     *,
     mode: str,
@@ -274,8 +276,8 @@ def summarize(
     exit_codes: dict[str, int | None],
     duration_s: float,
 ) -> Summary:
-    """Summarize and check the run. Pure."""
-    generations = generations_of(ledger, journal)
+    """Summarize and check the run. Pure. ``pauses``: seconds before each generation."""
+    generations = generations_of(ledger, journal, pauses)
     samples = samples_of(ledger, train_samples, epochs)
     failures = [
         *_failed_nodes(exit_codes),
@@ -298,10 +300,11 @@ def summarize(
     )
 
 
-def generations_of(ledger: RunLedger, journal: Iterable[JournalEntry]) -> tuple[Generation, ...]:
+def generations_of(
+    ledger: RunLedger, journal: Iterable[JournalEntry], pauses: Mapping[int, float]
+) -> tuple[Generation, ...]:
     """Every generation that began on a worker, with the cause recorded in the journals."""
     formed = {e.fields["generation"]: e.fields for e in journal if e.name == "world-formed"}
-    pauses = {p.after: max(0.0, p.duration_s - p.step_s) for p in ledger.pauses}
     result = []
     for number in sorted({s.generation for s in ledger.starts}):
         starts = sorted((s for s in ledger.starts if s.generation == number), key=lambda s: s.rank)
@@ -614,11 +617,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         view = open_view(json_wanted=json_wanted)
         with stop_on_signals() as stop, contextlib.closing(view):
-            summary = Demo(folder, view, mode=args.mode, timeout_s=args.timeout_s).run(stop)
+            demo = Demo(folder, view, mode=args.mode, timeout_s=args.timeout_s)
+            summary = demo.run(stop)
         keep = args.keep or not (summary.ok or stop.signum)
         if stop.signum is not None:
             return arguments.INTERRUPTED
-        report = keep_report(folder / "journal", folder.with_name(f"{folder.name}-report"))
+        report = keep_report(demo.report, folder.with_name(f"{folder.name}-report"))
         _print_result(summary, report, json_wanted=json_wanted)
         if not summary.ok:
             _show_logs(folder)
@@ -711,6 +715,7 @@ class Demo:
         return summarize(
             self._ledger.read(),
             self._entries,
+            pauses_of(self.report),
             self._plan,
             mode=self._mode,
             accuracy=self._accuracy,
@@ -719,6 +724,11 @@ class Demo:
             exit_codes=codes,
             duration_s=self._clock.monotonic() - began,
         )
+
+    @cached_property
+    def report(self) -> RunReport:
+        """The report of the run, once that is over."""
+        return report_of(merge(*read_folder(self._folder / "journal")))
 
     def _start(self, nodes: LocalNodes, name: str, endpoint: str) -> NodeProcess:
         path = self._folder / "logs" / f"{name}.log"
@@ -758,6 +768,12 @@ class Demo:
         formed = (e.fields["generation"] for e in self._entries if e.name == "world-formed")
         return max(formed, default=0)
 
+    @property
+    def _is_joined(self) -> bool:
+        """Whether a world with the added node was formed."""
+        formed = (e.fields.get("nodes", ()) for e in self._entries if e.name == "world-formed")
+        return any(ADDED in nodes for nodes in formed)
+
     def _do(self, act: Act, position: JobPosition, nodes: LocalNodes, endpoint: str) -> None:
         if act is Act.KILL:
             nodes.kill(next(node for node in nodes.nodes if node.name == VICTIM))
@@ -770,12 +786,14 @@ class Demo:
 
     def _step_rate(self, position: JobPosition | None) -> None:
         """Slow the job down while waiting for a node, so that it does not end first."""
-        if position is not None and not self._plan.waits_for_node(position):
+        if self._is_joined or (position is not None and not self._plan.waits_for_node(position)):
             self._waiting_since_s = None
         elif self._waiting_since_s is None:
             self._waiting_since_s = self._clock.monotonic()
         waited_s = self._clock.monotonic() - (self._waiting_since_s or 0.0)
-        delay_ms = round(1000 * self._plan.step_delay_s(position, waited_s))
+        # At full speed into the joining node's world, so that its pause measures the join.
+        delay_s = DEMO_STEP_S if self._is_joined else self._plan.step_delay_s(position, waited_s)
+        delay_ms = round(1000 * delay_s)
         if delay_ms != self._delay_ms:
             self._delay_ms = delay_ms
             path = step_delay_file(self._folder)

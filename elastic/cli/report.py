@@ -15,7 +15,7 @@ from elastic.cli.arguments import CommandParser
 from elastic.cli.events import folder_of
 from elastic.errors import ConfigError
 from elastic.report.model import RunReport, report_of
-from elastic.report.render import document, markdown, require_matplotlib
+from elastic.report.render import document, html, markdown
 from elastic.telemetry.log import printable
 from elastic.telemetry.reader import merge, read_folder
 
@@ -27,8 +27,6 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     output = Path(args.output) if args.output not in (None, "", "-") else None
     form = format_of(args.format, output, is_terminal=sys.stdout.isatty())
-    if form == "html":
-        require_matplotlib()  # fail before a minute of reading
     folder = folder_of(args.folder)
     with _no_garbage_collection():
         report = report_of(merge(*read_folder(folder)), args.run_id)
@@ -110,10 +108,8 @@ def format_of(given: str | None, output: Path | None, *, is_terminal: bool) -> s
 
 
 def rendered(report: RunReport, form: str) -> str:
-    """The report in a format. Raises ConfigError for HTML without matplotlib."""
+    """The report in a format."""
     if form == "html":
-        from elastic.report.render import html
-
         return html(report)
     if form == "json":
         return json.dumps(document(report), indent=2)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from elastic.membership.failures import is_consequence
 from elastic.telemetry.goodput import (
     PLANNED_CAUSES,
     Activity,
@@ -19,6 +21,7 @@ from elastic.telemetry.goodput import (
 )
 from elastic.telemetry.log import duration, printable
 from elastic.telemetry.reader import JournalRecord, MergedJournal, run_of
+from elastic.tracebacks import exception_line
 
 # ----------------------------------------------------------------------------
 # Curves of values logged by the script, with as many points as a chart needs. Pure.
@@ -169,11 +172,6 @@ class CheckpointHistory:
     def last(self) -> SavedCheckpoint | None:
         return self.saved[-1] if self.saved else None
 
-    @property
-    def stall_s(self) -> float:
-        """The total time for which training waited for checkpoints."""
-        return sum(saved.stall_s for saved in self.saved)
-
 
 def checkpoint_history(records: Iterable[JournalRecord]) -> CheckpointHistory:
     """The history from the events of all ranks, in any order."""
@@ -220,14 +218,17 @@ class IncidentReport:
     generations: tuple[int, ...]  # the worlds that were formed during it
     cause: str  # of the first: lost, left, failure, joined, paused, resumed or takeover
     reason: str
-    start_s: float  # Unix time
-    duration_s: float  # the longest idle time of a node
-    cost_s: float  # of the run's time
-    phases: tuple[tuple[Activity, float], ...]  # seconds of the run's time, roughly in order
-    nodes: tuple[str, ...]  # the nodes that were idle
+    at_s: float  # Unix time at which the leader recorded it, as in ``elastic status``
+    start_s: float  # the last commit before it
+    end_s: float  # the first commit after it
+    pause_s: float  # how long training made no progress: the node that lost most
+    phases: tuple[tuple[Activity, float], ...]  # seconds of the pause, roughly in order
+    recomputed_s: float  # of the run's time: committed steps that had to be repeated
+    cost_s: float  # of the run's time: pauses of all nodes, and recomputed steps
+    nodes: tuple[str, ...]  # the nodes that made no progress
     step: int | None  # committed when it began
     state_from: str  # the source of the state for workers that lacked it; "": all had it
-    errors: tuple[tuple[str, str], ...]  # node, and what its worker raised; consequences included
+    errors: tuple[tuple[str, str], ...]  # node and error, the first failure first
     checkpoint: SavedCheckpoint | None  # the last one committed when it began
     is_over: bool  # False: no step was committed since, and the run has not ended
 
@@ -249,19 +250,33 @@ class IncidentReport:
         return max(0, self.step - (self.checkpoint.step if self.checkpoint is not None else 0))
 
 
+_OF_WORKERS = frozenset(
+    {"world-fault", "world-joined", "state-restored", "state-received", "worker-died"}
+)
+_OF_LEADERS = frozenset({"world-formed", "failure-judged", "node-lost"})
+
+
 def incident_reports(
     incidents: Sequence[IncidentGoodput],
     records: Iterable[JournalRecord],
     checkpoints: CheckpointHistory,
 ) -> list[IncidentReport]:
     """One report per incident; ``records``: the run's records, in order of time."""
-    wanted = ("world-fault", "world-joined", "state-restored", "state-received", "worker-died")
-    relevant = [record for record in records if record.name in wanted]
-    return [_report(incident, relevant, checkpoints) for incident in incidents]
+    relevant: list[JournalRecord] = []
+    led: list[JournalRecord] = []  # few, even in a job of many ranks
+    for record in records:
+        if record.name in _OF_WORKERS:
+            relevant.append(record)
+        elif record.name in _OF_LEADERS:
+            led.append(record)
+    return [_report(incident, relevant, led, checkpoints) for incident in incidents]
 
 
 def _report(
-    incident: IncidentGoodput, relevant: Sequence[JournalRecord], checkpoints: CheckpointHistory
+    incident: IncidentGoodput,
+    relevant: Sequence[JournalRecord],
+    led: Sequence[JournalRecord],
+    checkpoints: CheckpointHistory,
 ) -> IncidentReport:
     first = bisect_left(relevant, incident.start_s, key=lambda r: r.at_s)
     within = relevant[first : bisect_right(relevant, incident.end_s, key=lambda r: r.at_s)]
@@ -270,15 +285,18 @@ def _report(
     steps = steps or [
         s for r in within if r.name == "world-joined" and (s := r.whole("step")) is not None
     ]
-    seconds = incident.breakdown.seconds
+    seconds = incident.pause.seconds
     return IncidentReport(
         generations=incident.generations,
         cause=incident.cause,
         reason=incident.reason,
+        at_s=_recorded_s(incident, led),
         start_s=incident.start_s,
-        duration_s=incident.duration_s,
-        cost_s=incident.breakdown.total_s,
+        end_s=incident.end_s,
+        pause_s=incident.pause_s,
         phases=tuple((a, seconds[a]) for a in Activity if seconds.get(a, 0.0) > 0),
+        recomputed_s=incident.breakdown.seconds.get(Activity.RECOMPUTED, 0.0),
+        cost_s=incident.breakdown.total_s,
         nodes=incident.nodes,
         step=max(steps, default=None),
         state_from=_state_from(within),
@@ -300,11 +318,39 @@ def _state_from(within: Sequence[JournalRecord]) -> str:
     return ", ".join(found)
 
 
+def _recorded_s(incident: IncidentGoodput, records: Sequence[JournalRecord]) -> float:
+    """When the leader noticed the failure or, without one, agreed on the first world after it: that
+    may be seconds later, as it waits for other nodes."""
+    formed = {r.whole("generation"): r.at_s for r in records if r.name == "world-formed"}
+    first = incident.generations[0]
+    first_s = formed.get(first, incident.start_s)
+    before_s = max((at_s for at_s in formed.values() if at_s < first_s), default=-math.inf)
+    noticed = (
+        record.at_s
+        for record in records
+        if (record.name == "node-lost" and before_s < record.at_s < first_s)
+        or (record.name == "failure-judged" and record.whole("generation") == first - 1)
+    )
+    return min(noticed, default=first_s)
+
+
+_ABORTED = re.compile(r"(elastic\.errors\.)?GroupAborted\b")
+
+
 def _errors(within: Sequence[JournalRecord]) -> list[tuple[str, str]]:
-    died = [(r.node, r.text("reason")) for r in within if r.name == "worker-died"]
-    raised = [(r.node, r.text("error")) for r in within if r.name == "world-fault"]
-    known = [(node, text) for node, text in (*died, *raised) if text.strip()]
-    return list(dict.fromkeys(known))[:_MAX_ERRORS]
+    """What workers raised, in order of time, and once for each node: its most detailed text.
+
+    Errors that only say that a peer is gone, or that the group was aborted for that, are
+    consequences: the incident's reason names the peer.
+    """
+    known: dict[str, str] = {}
+    for record in within:
+        if record.name not in ("worker-died", "world-fault"):
+            continue
+        text = record.text("reason") or record.text("traceback") or record.text("error")
+        if text.strip() and not (_ABORTED.match(exception_line(text)) or is_consequence(text)):
+            known[record.node] = max(known.get(record.node, ""), text, key=len)
+    return list(known.items())[:_MAX_ERRORS]
 
 
 # ----------------------------------------------------------------------------
@@ -743,12 +789,12 @@ def _cost(report: RunReport) -> str:
     planned = len(report.incidents) - failed
     kinds = [counted(failed, "failure")] if failed else []
     kinds += [counted(planned, "planned change")] if planned else []
-    cost_s = sum(incident.cost_s for incident in report.incidents)
+    pause_s = sum(incident.pause_s for incident in report.incidents)
     recomputed = report.goodput.recomputed_steps
     again = f", and {counted(recomputed, 'step')} had to be recomputed" if recomputed else ""
     is_over = all(incident.is_over for incident in report.incidents)
     since = "" if is_over else " No step was committed since the last failure."
-    return f"{' and '.join(kinds)} cost {duration(cost_s)}{again}.{since}"
+    return f"{' and '.join(kinds)} paused training for {duration(pause_s)}{again}.{since}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -36,7 +36,7 @@ class Activity(str, Enum):
     CHECKPOINT = "checkpoint stall"  # training pauses for a save
     STRAGGLING = "straggling"  # in steps, waiting for a rank that was found to be a straggler
     EVALUATION = "evaluation"  # forward passes of a model in eval mode
-    RECOMPUTED = "recomputed steps"  # steps that a recovery has discarded
+    RECOMPUTED = "recomputed steps"  # committed steps that a recovery has discarded
     DETECTION = "detection"  # from the end of the last step until a failure was detected
     ABORT = "abort"  # ending the old process group and its pending operations
     RENDEZVOUS = "rendezvous"  # waiting for the next world
@@ -399,7 +399,8 @@ def _cuts(begins: Mapping[int, int]) -> dict[int, int]:
 # A worker's lane consists of its summed windows (``rank-times``) and the events of
 # its recoveries. An agent's lane covers the time in which a node had no worker.
 
-_LAPS = (
+# The measured phases of a recovery, fields of the event ``recovered``.
+LAPS = (
     ("leave_s", Activity.ABORT),
     ("wait_s", Activity.RENDEZVOUS),
     ("paused_s", Activity.WAITING_FOR_NODES),
@@ -609,8 +610,6 @@ class _WorkerLane:
     def _open(self, window: Window, end_s: float) -> None:
         """The part of a window after the last commit: an interrupted step."""
         if window.ended == "fault":
-            usual_s = self._facts.usual_of(window.generation or 0) or 0.0
-            self._add(Activity.RECOMPUTED, min(end_s, self._cursor_s + usual_s))
             self._add(Activity.DETECTION, end_s)
             self._meanwhile = Activity.ABORT
         elif window.ended == "change":
@@ -626,7 +625,7 @@ class _WorkerLane:
     def _laps(self, record: JournalRecord) -> None:
         """Add a recovery's measured phases, approximately in their order."""
         self._fill(record.at_s - record.number("duration_s"))
-        laps = [(max(0.0, record.number(name)), activity) for name, activity in _LAPS]
+        laps = [(max(0.0, record.number(name)), activity) for name, activity in LAPS]
         whole_s = sum(took_s for took_s, _ in laps)
         left_s = record.at_s - self._cursor_s
         if whole_s > 0:
@@ -746,13 +745,15 @@ class IncidentGoodput:
     start_s: float
     end_s: float
     nodes: tuple[str, ...]  # the nodes that were idle
+    pause: Breakdown  # losses of the node that made no progress for longest
     breakdown: Breakdown  # losses only: seconds of the run's time
     is_over: bool = True  # False: no step was committed since, and the run has not ended
 
     @property
-    def duration_s(self) -> float:
-        """The longest idle time of a node during the incident."""
-        return self.end_s - self.start_s
+    def pause_s(self) -> float:
+        """How long training made no progress: the time between the last commit before the incident
+        and the first one after it, without the usual time of a step."""
+        return self.pause.total_s
 
 
 @dataclass(frozen=True)
@@ -827,7 +828,8 @@ class _NodeTime:
     seconds: dict[Activity, float] = field(default_factory=dict)  # of the node's own time
     run_seconds: dict[Activity, float] = field(default_factory=dict)  # of the run's
     discarded: dict[int, float] = field(default_factory=dict)  # of the run's, by generation
-    _weights: list[tuple[Lane, Weight]] = field(default_factory=list)
+    # Of each lane: its share of the node's time, and of the run's.
+    _weights: list[tuple[Lane, Weight, Weight]] = field(default_factory=list)
 
     def weigh(self, present: Sequence[tuple[float, int]]) -> None:
         """Sum the share of each lane. ``present``: the number of nodes over time."""
@@ -840,7 +842,7 @@ class _NodeTime:
         ):
             own, run = _shares(alive, hidden, ones), _shares(alive, hidden, present)
             for lane in lanes:
-                self._weights.append((lane, run))
+                self._weights.append((lane, own, run))
                 self._add(lane, own, run)
 
     def _add(self, lane: Lane, own: Weight, run: Weight) -> None:
@@ -866,17 +868,18 @@ class _NodeTime:
         end_s = self.spans[-1][1]
         return Interruption(made_s, end_s) if made_s < end_s else None
 
-    def losses(self, span: Interruption) -> dict[Activity, float]:
-        """Seconds of the run's time, within an interruption."""
+    def losses(self, span: Interruption, *, of_run: bool) -> dict[Activity, float]:
+        """Seconds of the run's or of the node's own time, within an interruption."""
         lost: dict[Activity, float] = defaultdict(float)
-        for lane, run in self._weights:
+        for lane, own, run in self._weights:
+            weight = run if of_run else own
             first = bisect_right(lane.stretches, span.start_s, key=lambda s: s.end_s)
             for stretch in lane.stretches[first:]:
                 if stretch.start_s >= span.end_s:
                     break
                 start_s, end_s = max(stretch.start_s, span.start_s), min(stretch.end_s, span.end_s)
                 part = (end_s - start_s) / (stretch.end_s - stretch.start_s)
-                share = part * run.mean(start_s, end_s)
+                share = part * weight.mean(start_s, end_s)
                 for activity, took_s in stretch.seconds.items():
                     if activity.is_loss and stretch.discarded_in is None:
                         lost[activity] += took_s * share
@@ -975,6 +978,15 @@ def _open_stops(
     return [(node, stop) for node, stop in stops if stop.end_s > broken_s]
 
 
+def _longest_pause(stopped: Sequence[tuple[_NodeTime, Interruption]]) -> Breakdown:
+    """The losses of the node that lost most, over all its interruptions in an incident."""
+    by_node: dict[str, list[dict[Activity, float]]] = defaultdict(list)
+    for node, stop in stopped:
+        by_node[node.name].append(node.losses(stop, of_run=False))
+    pauses = (Breakdown({a: s for a, s in _sum(p).items() if s > 0}) for p in by_node.values())
+    return max(pauses, key=lambda pause: pause.total_s, default=Breakdown({}))
+
+
 def _incidents(
     nodes: Sequence[_NodeTime], records: Iterable[JournalRecord], newest: int
 ) -> Iterable[IncidentGoodput]:
@@ -994,7 +1006,7 @@ def _incidents(
     charged: set[int] = set()
     for (start_s, end_s), worlds in _standstills(times, [r for r in formed if r.at_s >= began_s]):
         stopped = [(n, s) for n, s in stops if s.start_s >= start_s and s.end_s <= end_s]
-        seconds = _sum(node.losses(stop) for node, stop in stopped)
+        seconds = _sum(node.losses(stop, of_run=True) for node, stop in stopped)
         first = worlds[0].whole("generation") or 0
         for node in nodes:
             for generation, lost_s in node.discarded.items():
@@ -1009,6 +1021,7 @@ def _incidents(
             start_s=start_s,
             end_s=end_s,
             nodes=tuple(sorted({node.name for node, _ in stopped})),
+            pause=_longest_pause(stopped),
             breakdown=Breakdown({a: s for a, s in seconds.items() if s > 0}),
             is_over=end_s <= open_s,
         )

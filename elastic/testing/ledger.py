@@ -82,20 +82,6 @@ LedgerEvent = Start | LedgerStep | Begin | LedgerEnd
 
 
 @dataclass(frozen=True)
-class Pause:
-    """The time without a completed step between two generations, on the slowest survivor.
-
-    ``step_s`` is the duration of its last step before it: the part that the change did not cause.
-    """
-
-    before: int
-    after: int
-    node: str
-    duration_s: float
-    step_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Coverage:
     """How often the samples of one epoch were seen on the surviving lineage."""
 
@@ -158,23 +144,6 @@ class RunLedger:
     def recomputed_steps(self) -> int:
         """Steps of the job that were done and then discarded."""
         return len({(s.generation, s.step) for s in self.steps if self._is_cut(s)})
-
-    @cached_property
-    def pauses(self) -> tuple[Pause, ...]:
-        """For each change of the world, the longest gap between two completed steps of a node
-        that stepped both before and after it."""
-        times: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-        for done in sorted(self.steps, key=lambda done: done.time_s):
-            times[done.generation][done.node][done.step] = done.time_s
-        result = []
-        for before, after in pairwise(sorted(times)):
-            gaps = [
-                _gap(before, after, node, times[before][node], times[after][node])
-                for node in times[before].keys() & times[after].keys()
-            ]
-            if gaps:
-                result.append(max(gaps, key=lambda pause: pause.duration_s))
-        return tuple(result)
 
     def coverage(self, n: int, epoch: int) -> Coverage:
         """Count the samples 0..n-1 of one epoch on the surviving lineage."""
@@ -366,13 +335,6 @@ def _event(data: dict[str, Any], node: str) -> LedgerEvent:
             position=int(data.get("position", 0)),
         )
     raise ValueError(f"unknown event {kind!r}")
-
-
-def _gap(before: int, after: int, node: str, old: dict[int, float], new: dict[int, float]) -> Pause:
-    """The pause of a node, from the times of its steps before and after it."""
-    last = sorted(old.values())[-2:]
-    step_s = last[1] - last[0] if len(last) == 2 else 0.0
-    return Pause(before, after, node, min(new.values()) - last[-1], step_s)
 
 
 def _some(items: Sequence[int], show: int = 5) -> str:

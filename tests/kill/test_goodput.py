@@ -24,6 +24,7 @@ from training_job import TrainingJob, Workload
 
 from elastic.agent.metrics import METRICS
 from elastic.cli.view import JobCondition, JobView, read_job, sentence
+from elastic.report.model import report_of
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.telemetry.goodput import Activity, goodput_of_run
 from elastic.telemetry.reader import merge, read_folder, run_of
@@ -321,7 +322,8 @@ def test_goodput_accounts_for_all_time_of_a_run_with_kills(
         worlds = job.generation() - generation
         assert waiting.wait(PATIENCE_S) == 0
         assert (tmp_path / "waiting").read_text().startswith("succeeded")
-        assert status(job).state is JobCondition.SUCCEEDED
+        view = status(job)
+        assert view.state is JobCondition.SUCCEEDED
     ended_s = time.time()
     if mode == "restart":
         assert not collector.taken(), "nothing is sent unless it is switched on"
@@ -353,5 +355,18 @@ def test_goodput_accounts_for_all_time_of_a_run_with_kills(
     assert kill.cause not in ("first", "joined")
     assert kill.nodes == ("node0", "node1")
     assert "node2" in kill.reason
-    assert 0 < kill.breakdown.total_s <= kill.duration_s * 1.01
+    assert 0 < kill.pause_s <= (kill.end_s - kill.start_s) * 1.01
+    # Two of the three nodes paused, and none for longer than the pause.
+    assert kill.breakdown.total_s - kill.breakdown.seconds.get(Activity.RECOMPUTED, 0.0) <= (
+        kill.pause_s * 1.01
+    )
+    report = report_of(journal)
+    (incident,) = [i for i in report.incidents if i.generations == kill.generations]
+    (recorded,) = [b for b in view.breakages if b.generation == kill.generations[0] - 1]
+    formed_s = {mark.generation: mark.at_s for mark in report.marks}
+    # As etcd has it, and no later than the world that follows.
+    for at_s in (incident.at_s, recorded.time_s):
+        assert formed_s[generation] <= at_s <= formed_s[kill.generations[0]] + 0.1
+    assert recorded.lost == ("node2",)
+    assert report.goodput.recomputed_steps or not incident.recomputed_s
     assert any("node2" in note for note in found.notes)

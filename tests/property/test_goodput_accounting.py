@@ -147,8 +147,7 @@ def play(process: Process, story: list[World], truth: dict[str, float]) -> None:
         rest_s -= windows * STEP_S
         open_s = 0.0
         if not is_last:
-            open_s = spend(Activity.RECOMPUTED, STEP_S)
-            open_s += spend(Activity.DETECTION, world.detection_s)
+            open_s = spend(Activity.DETECTION, STEP_S + world.detection_s)
         beside_s = spend(Activity.DATA, world.data_s)
         beside_s += spend(Activity.CHECKPOINT, world.checkpoint_s)
         beside_s += spend(Activity.EVALUATION, world.evaluation_s)

@@ -11,8 +11,8 @@ from pathlib import Path
 from kit.membership_nodes import node, world
 from kit.memory_store import MemoryServer, MemoryStore
 
-from elastic.cli.dashboard import DashboardServer, Publisher, application, listening, policy_of
 from elastic.cli.dashboard_feed import EventLog, JobFeed, JournalFeed
+from elastic.cli.dashboard_server import application, listening, policy_of, serve, server_of
 from elastic.errors import SYSTEM_CLOCK, Clock, StoreUnreachable
 from elastic.membership.progress import JobProgress, RecordedHeartbeat, encode_progress
 from elastic.membership.records import (
@@ -152,9 +152,7 @@ class DashboardUnderTest:
         *,
         token: str | None = None,
         run_id: str = "",
-        server: str = "first",
     ) -> None:
-        self.publisher = Publisher(server)
         self.died: list[BaseException] = []
         log = EventLog()
         self.feed = JobFeed(
@@ -162,27 +160,22 @@ class DashboardUnderTest:
             job.opened if job is not None else None,
             JournalFeed(journals, run_id, log) if journals is not None else None,
             log,
-            on_change=self.publisher.publish,
             on_error=self.died.append,
         )
-        self.publisher.publish(self.feed.snapshot)
         self.token = token
 
     def app(self, host: str = "127.0.0.1", port: int = 80) -> object:
         """The application, to be called without a server."""
-        policy = policy_of(host, port, self.token)
-        return application(self.publisher, policy, lambda: self.feed.is_alive)
+        return application(self.feed, policy_of(host, port, self.token))
 
     @contextmanager
     def served(self, port: int = 0) -> Iterator[int]:
         """On loopback; the port."""
         with listening("127.0.0.1", port) as listener:
             port = listener.getsockname()[1]
-            policy = policy_of("127.0.0.1", port, self.token)
-            app = application(self.publisher, policy, lambda: self.feed.is_alive)
-            server = DashboardServer(app, self.publisher)
+            server = server_of(application(self.feed, policy_of("127.0.0.1", port, self.token)))
             thread = threading.Thread(
-                target=server.serve_on, args=(listener,), name="test-dashboard", daemon=True
+                target=serve, args=(server, listener), name="test-dashboard", daemon=True
             )
             self.feed.start()
             thread.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from elastic.cli.demo import (
     Summary,
     TableView,
     keep_report,
+    pauses_of,
     position_of,
     print_summary,
     rows_of,
@@ -39,6 +39,8 @@ from elastic.cli.demo import (
     summarize,
 )
 from elastic.cli.main import main
+from elastic.report.model import RunReport, report_of
+from elastic.telemetry.reader import merge, read_folder
 from elastic.testing.ledger import LedgerEnd, LedgerStep, RunLedger, Start
 
 SAMPLES, BATCH, EPOCHS = 240, 6, 3  # 40 steps an epoch
@@ -112,6 +114,7 @@ def summary_of(
     return summarize(
         ledger,
         JOURNAL,
+        {2: 5.0, 3: 3.0},
         plan,
         mode="restart",
         accuracy=accuracy,
@@ -203,11 +206,7 @@ def test_the_summary_of_a_successful_run_has_no_failures() -> None:
     ]
     assert [g.recomputed_steps for g in summary.generations] == [2, 0, 0]
     assert summary.recomputed_steps == 2 and summary.steps == 120
-    assert [g.pause_s for g in summary.generations] == [
-        None,
-        5.0,
-        3.0,
-    ]  # gaps of 6 and 4 s, steps of 1 s
+    assert [g.pause_s for g in summary.generations] == [None, 5.0, 3.0]
     assert [(s.once, s.twice, s.never) for s in summary.samples] == [(SAMPLES, 0, 0)] * EPOCHS
 
 
@@ -361,25 +360,24 @@ def test_the_tutorial_writes_copies_of_the_example(
 # The report.
 
 
-def test_the_report_is_kept_when_the_journals_are_removed(tmp_path: Path) -> None:
-    journals = tmp_path / "demo" / "journal"
+def report_in(journals: Path) -> RunReport:
     write_run(journals)
-    path = keep_report(journals, tmp_path / "demo-report")
+    return report_of(merge(*read_folder(journals)))
+
+
+def test_the_report_is_kept_when_the_journals_are_removed(tmp_path: Path) -> None:
+    report = report_in(tmp_path / "demo" / "journal")
+    assert [i.generations for i in report.incidents] == [(2,), (3,)]
+    assert pauses_of(report) == {i.generations[0]: i.pause_s for i in report.incidents}
+    path = keep_report(report, tmp_path / "demo-report")
     assert path == tmp_path / "demo-report.html"
     assert "The job succeeded after 2 min 1 s." in path.read_text()
 
 
-def test_without_matplotlib_it_is_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_run(tmp_path / "journal")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = keep_report(tmp_path / "journal", tmp_path / "demo-report")
-    assert path == tmp_path / "demo-report.md"
-    assert path.read_text().startswith("# Run demo\n")
-
-
 def test_report_errors_are_not_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert keep_report(tmp_path, tmp_path / "demo-report") is None, "there are no journals"
-    write_run(tmp_path / "journal")
-    assert keep_report(tmp_path / "journal", tmp_path / "missing" / "demo-report") is None
+    nothing = report_of(merge(*read_folder(tmp_path)))
+    assert keep_report(nothing, tmp_path / "demo-report") is None
+    report = report_in(tmp_path / "journal")
+    assert keep_report(report, tmp_path / "missing" / "demo-report") is None
     assert "the demo has no report: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["journal"]

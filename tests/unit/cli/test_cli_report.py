@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 def test_json_contains_every_part(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder), "--format=json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     assert found["run_id"] == "*run*"
     assert found["duration_s"] == 30.0
     assert found["seconds"] == {

@@ -23,8 +23,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from elastic.membership.records import NodeState
+from elastic.report.model import report_of
+from elastic.report.render import html
 from elastic.telemetry.events import WorkerDied
 from elastic.telemetry.journal import Journal
+from elastic.telemetry.reader import merge, read_folder
 from elastic.testing.waiting import PATIENCE_S, eventually
 
 SCREENSHOTS = Path(__file__).parents[3] / "build" / "dashboard"
@@ -132,7 +135,7 @@ def test_a_kill_is_shown_without_a_reload_and_the_focus_is_kept(
     with DashboardUnderTest(job, tmp_path).served() as port:
         show(browser, port)
         eventually(sees(browser, "training in generation 7 with 4 of 4 nodes"), "it trains")
-        region = browser.find_element(By.CSS_SELECTOR, "#nodes [tabindex]")
+        region = browser.find_element(By.CSS_SELECTOR, "[aria-label='Nodes, table']")
         browser.execute_script("arguments[0].focus()", region)
         began_s = time.monotonic()
         journal.emit(WorkerDied(pid=1, local_rank=0, reason="killed by signal 9 (SIGKILL)"))
@@ -155,7 +158,7 @@ def test_heartbeats_are_updated_within_the_existing_table(browser: Any, job: Fak
         show(browser, port)
         eventually(lambda: cell(browser, "step-3") == "52", "the nodes")
         assert cell(browser, "heartbeat-3").endswith("s ago")
-        name = "document.querySelector('#nodes tbody th')"
+        name = "document.querySelector('[aria-labelledby=live-nodes] tbody th')"
         browser.execute_script(f"getSelection().selectAllChildren({name})")
         assert browser.execute_script("return String(getSelection())").startswith("n1")
         job.progress(60, silent=("n4",))
@@ -181,7 +184,7 @@ def test_a_page_survives_a_restart_of_its_server(browser: Any, job: FakeJob) -> 
     eventually(sees(browser, "The dashboard server does not respond"), "that it is gone")
     assert "training in generation 7" in page_text(browser), "the last state is still shown"
     job.kill("n3")
-    with DashboardUnderTest(job, server="second").served(port):
+    with DashboardUnderTest(job).served(port):
         eventually(sees(browser, "training in generation 8"), "the new state")
         eventually(lambda: live(browser) != first, "the new server")
         assert "does not respond" not in page_text(browser)
@@ -192,10 +195,13 @@ def test_hostile_names_are_escaped(browser: Any, job: FakeJob, tmp_path: Path) -
     job.put_node("n4", None, NodeState.STARTING, name=HOSTILE)
     dashboard = DashboardUnderTest(job, tmp_path)
     with dashboard.served() as port:
-        eventually(lambda: dashboard.feed.snapshot.charts, "the charts")
+        eventually(lambda: dashboard.feed.snapshot.report, "the report")
         show(browser, port)
         eventually(sees(browser, "<img src=x onerror="), "the name as text")
-        eventually(lambda: browser.find_elements(By.CSS_SELECTOR, "#timeline svg"), "a chart")
+        eventually(
+            lambda: browser.find_elements(By.CSS_SELECTOR, "[aria-labelledby=timeline] svg"),
+            "a chart",
+        )
         assert browser.execute_script("return window.hacked === undefined")
         assert browser.find_elements(By.CSS_SELECTOR, "img") == []
         assert console_messages(browser) == [], "the content security policy blocked nothing"
@@ -212,7 +218,7 @@ def test_contrast_labels_and_width_are_accessible(
     job.progress(53, silent=("n3",))
     dashboard = DashboardUnderTest(job, tmp_path)
     with dashboard.served() as port:
-        eventually(lambda: dashboard.feed.snapshot.charts, "the charts")
+        eventually(lambda: dashboard.feed.snapshot.report, "the report")
         eventually(lambda: dashboard.feed.snapshot.view, "etcd is read")
         show(browser, port, size=size, dark=theme == "dark")
         eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "svg")) == 3, "the charts")
@@ -225,6 +231,29 @@ def test_contrast_labels_and_width_are_accessible(
         assert [(v["id"], v["nodes"][0]["html"]) for v in found["violations"]] == []
         assert len(found["passes"]) > 20
         assert console_messages(browser) == []
+
+
+def test_the_report_fits_a_laptop_and_is_accessible(browser: Any, tmp_path: Path) -> None:
+    """With the phases of a pause in one column: a column for each was wider than the window."""
+    names = ("trainer-0.llama.svc", "trainer-1.llama.svc", "trainer-2.llama.svc", "c")
+    write_run(tmp_path / "journals", names=names)
+    report = report_of(merge(*read_folder(tmp_path / "journals")))
+    assert len(report.incidents[0].phases) >= 6
+    path = tmp_path / "report.html"
+    path.write_text(html(report))
+    metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get("about:blank")
+    browser.get_log("browser")
+    browser.get(path.as_uri())
+    regions = "[...document.querySelectorAll('.scroll')]"
+    cut = f"return {regions}.filter(e => e.scrollWidth > e.clientWidth).map(e => e.ariaLabel)"
+    assert browser.execute_script(cut) == []
+    first = browser.find_element(By.CSS_SELECTOR, "[aria-label='Incidents, table'] tbody tr").text
+    assert "trainer-1.llama.svc was lost" in first and "detection" in first
+    found = Axe().run(browser)
+    assert [(v["id"], v["nodes"][0]["html"]) for v in found["violations"]] == []
+    assert console_messages(browser) == []
 
 
 def test_all_controls_are_reachable_by_keyboard(browser: Any, job: FakeJob) -> None:

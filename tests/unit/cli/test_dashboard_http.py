@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import subprocess
 import sys
@@ -22,18 +21,26 @@ from kit.made_up_run import write_run
 
 from elastic.agent.identity import is_loopback
 from elastic.cli import dashboard as command
-from elastic.cli import dashboard as server
-from elastic.cli.dashboard import AccessPolicy, AccessVerdict, checked_token, policy_of, read_token
+from elastic.cli import dashboard_server as server
 from elastic.cli.dashboard_feed import (
     DASHBOARD_ETCD_S,
     DASHBOARD_JOURNALS_S,
     EventLog,
     JobFeed,
 )
+from elastic.cli.dashboard_server import (
+    DASHBOARD_PAGE_S,
+    AccessPolicy,
+    AccessVerdict,
+    checked_token,
+    policy_of,
+    read_token,
+)
 from elastic.cli.main import main
 from elastic.errors import ConfigError, StoreUnreachable
+from elastic.report import render
 from elastic.store.keyvalue import KeyValue
-from elastic.telemetry.events import NodeLost, Waiting
+from elastic.telemetry.events import Waiting
 from elastic.telemetry.journal import Journal
 from elastic.testing.waiting import PATIENCE_S, eventually
 
@@ -178,7 +185,7 @@ def test_a_token_in_the_url_is_exchanged_for_a_cookie(job: FakeJob) -> None:
     refused = client.get("/")
     assert refused.status_code == 401 and "llama" not in refused.text
     assert refused.headers["www-authenticate"].startswith("Bearer")
-    for path in ("/live", "/api/status", "/api/events", "/metrics", f"/api/status?token={TOKEN}"):
+    for path in ("/api/status", "/api/events", "/metrics", f"/api/status?token={TOKEN}"):
         assert client.get(path).status_code == 401, path
     assert client.get("/healthz").json()["ok"] is False, "no token is needed; no feed is running"
     assert client.get("/?token=wrong").status_code == 401
@@ -222,7 +229,7 @@ def test_the_documented_fields_match_the_json_documents(job: FakeJob, tmp_path: 
         eventually(lambda: dashboard.feed.snapshot.view, "etcd is read")
         eventually(lambda: dashboard.feed.snapshot.events, "the journals are read")
         job.store.server.disconnect()
-        eventually(lambda: dashboard.publisher.shown.status.count(b'"since"'), "etcd is away")
+        eventually(lambda: dashboard.feed.snapshot.outage, "etcd is away")
         status = httpx.get(f"http://127.0.0.1:{port}/api/status").json()
         events = httpx.get(f"http://127.0.0.1:{port}/api/events").json()
         last = events["events"][-1]["number"]
@@ -246,99 +253,65 @@ def fields(document: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-# Streams -----------------------------------------------------------------------------------------
-
-
-async def lines_of(port: int, path: str, *, accept: str = "*/*") -> Any:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\n\r\n"
-    writer.write(head.encode())
-    await writer.drain()
-    return reader, writer
-
-
-async def read_until(reader: asyncio.StreamReader, what: bytes) -> bytes:
-    """The first line that contains ``what``."""
-    while True:
-        line = await asyncio.wait_for(reader.readline(), PATIENCE_S)
-        assert line, f"the stream has ended before {what!r}"
-        if what in line:
-            return line
+# Refreshing --------------------------------------------------------------------------------------
 
 
 def test_two_hundred_pages_see_a_kill_through_one_reader_of_etcd(
     job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dashboard = DashboardUnderTest(job)
-    reads = 0
-    listing = job.store.list
-
-    def counted(prefix: str) -> Any:
-        nonlocal reads
-        reads += 1
-        return listing(prefix)
-
-    monkeypatch.setattr(job.store, "list", counted)
+    reads, views = Mock(wraps=job.store.list), Mock(wraps=dashboard.feed._take)
+    monkeypatch.setattr(job.store, "list", reads)
+    monkeypatch.setattr(dashboard.feed, "_take", views)
 
     async def watch(port: int) -> None:
-        opened = [await lines_of(port, "/live") for _ in range(200)]
-        await asyncio.gather(*(read_until(reader, b"with 4 of 4 nodes") for reader, _ in opened))
-        assert dashboard.publisher.streams == 200
-        job.kill("n2")
-        await asyncio.gather(*(read_until(reader, b"n2 was lost") for reader, _ in opened))
-        for _, writer in opened:
-            writer.close()
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(limits=limits, timeout=PATIENCE_S) as client:
+
+            async def sees(text: str) -> None:
+                while text not in (await client.get(f"http://127.0.0.1:{port}/")).text:
+                    await asyncio.sleep(DASHBOARD_PAGE_S)
+
+            await asyncio.gather(*(sees("with 4 of 4 nodes") for _ in range(200)))
+            job.kill("n2")
+            await asyncio.gather(*(sees("n2 was lost") for _ in range(200)))
 
     with dashboard.served() as port:
         asyncio.run(watch(port))
-        eventually(lambda: dashboard.publisher.streams == 0, "the streams are closed")
-        polls = dashboard.publisher.shown.number
-    assert reads <= polls + 1
+    assert views.call_count <= reads.call_count <= views.call_count + 1, "pages read nothing"
 
 
 def test_poll_intervals_show_a_loss_within_two_seconds() -> None:
+    script = render.script()
+    assert "setTimeout(resolve, 1000)" in script
     assert DASHBOARD_ETCD_S <= 1.0 and DASHBOARD_JOURNALS_S <= 1.0
 
 
-def test_the_api_streams_the_status_and_each_event_once(job: FakeJob, tmp_path: Path) -> None:
-    journal = Journal(folder=tmp_path, identity={"node": "n1"}, run_id="llama-7")
-    journal.emit(NodeLost(lost="n9", reason="first"))
-    dashboard = DashboardUnderTest(job, tmp_path)
-
-    async def watch(port: int) -> None:
-        reader, writer = await lines_of(port, "/api/events", accept="text/event-stream")
-        first = await read_until(reader, b"n9 was lost")
-        assert json.loads(first.removeprefix(b"data: "))["event"] == "node-lost"
-        journal.emit(Waiting(reason="not enough nodes"))
-        journal.emit(NodeLost(lost="n2", reason="second"))
-        seen = b""
-        while b"n2 was lost" not in seen:
-            seen += await asyncio.wait_for(reader.readline(), PATIENCE_S)
-        assert b"n9 was lost" not in seen
-        assert seen.index(b"not enough nodes") < seen.index(b"n2 was lost")
-        status = json.loads((await read_until(reader, b'"schema"')).removeprefix(b"data: "))
-        assert status["generation"] == 7
-        writer.close()
-
+def test_a_page_that_has_only_aged_is_not_sent_again(job: FakeJob) -> None:
+    dashboard = DashboardUnderTest(job)
     with dashboard.served() as port:
-        asyncio.run(watch(port))
+        eventually(lambda: dashboard.feed.snapshot.view, "etcd is read")
+
+        def ask(etag: str) -> httpx.Response:
+            return httpx.get(f"http://127.0.0.1:{port}/", headers={"if-none-match": etag})
+
+        # A page may have been rendered before etcd was read.
+        eventually(lambda: "generation 7" in ask("").text, "the job")
+        first = ask("").headers["etag"]
+        began_s = dashboard.feed.current().at_s
+        eventually(lambda: dashboard.feed.current().at_s > began_s + 1.1, "a second later")
+        same = ask(first)
+        assert (same.status_code, same.content) == (304, b"")
+        job.progress(60)
+        eventually(lambda: ask(first).status_code == 200, "the step")
 
 
 def test_the_server_stops_while_pages_are_open(job: FakeJob) -> None:
-    dashboard = DashboardUnderTest(job)
-
-    async def open_page(port: int) -> Any:
-        reader, writer = await lines_of(port, "/live")
-        await read_until(reader, b"event: hello")
-        return reader, writer
-
-    loop = asyncio.new_event_loop()
-    with dashboard.served() as port:
-        reader, writer = loop.run_until_complete(open_page(port))
-    rest = loop.run_until_complete(asyncio.wait_for(reader.read(), PATIENCE_S))
-    assert b"event: sections" in rest
-    writer.close()
-    loop.close()
+    with (
+        DashboardUnderTest(job).served() as port,
+        httpx.Client() as page,
+    ):
+        assert page.get(f"http://127.0.0.1:{port}/").status_code == 200
     eventually(
         lambda: not [t.name for t in threading.enumerate() if "dashboard" in t.name],
         "the end of all threads",
@@ -356,7 +329,7 @@ def test_the_server_does_not_wait_for_a_connection_attempt() -> None:
             raise StoreUnreachable("etcd does not answer")
         yield Mock()
 
-    feed = JobFeed(KEYS, silent_etcd, None, EventLog(), on_change=Mock(), on_error=Mock())
+    feed = JobFeed(KEYS, silent_etcd, None, EventLog(), on_error=Mock())
     feed.start()
     assert is_connecting.wait(PATIENCE_S)
     feed.close()
@@ -417,7 +390,7 @@ def test_journals_alone_are_sufficient(tmp_path: Path) -> None:
     write_run(tmp_path, run_id="of-yesterday")
     dashboard = DashboardUnderTest(None, tmp_path)
     with dashboard.served() as port:
-        eventually(lambda: dashboard.feed.snapshot.charts, "the charts")
+        eventually(lambda: dashboard.feed.snapshot.report, "the report")
         eventually(lambda: "<svg" in httpx.get(f"http://127.0.0.1:{port}/").text, "they are shown")
         page = httpx.get(f"http://127.0.0.1:{port}/").text
         assert "of-yesterday" in page and "from the journals only" in page
@@ -454,14 +427,18 @@ def token(folder: Path) -> list[str]:
     return [f"--token-file={path}"]
 
 
-def test_a_missing_extra_is_reported_with_the_install_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["dashboard", "--journal", str(tmp_path)]) == 2
-    output = capsys.readouterr().err
-    assert "the dashboard needs the package uvicorn, which is not installed" in output
-    assert "pip install 'torch-elastic-harness[dashboard]'" in output
+def test_a_missing_extra_is_reported_with_the_install_command(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['uvicorn'] = None\n"
+        "from elastic.cli.main import main\n"
+        "sys.exit(main(['dashboard', '--journal', sys.argv[1]]))"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "the dashboard needs the package uvicorn, which is not installed" in done.stderr
+    assert "pip install 'torch-elastic-harness[dashboard]'" in done.stderr
 
 
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import json
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dashboard_kit import FakeJob
@@ -13,38 +14,27 @@ from kit.made_up_run import write_run
 from kit.manual_clock import ManualClock
 from kit.membership_nodes import node, world
 
-from elastic.cli import dashboard
-from elastic.cli.dashboard import (
-    PageTemplate,
-    Rendering,
-    age_text,
-    lasting,
-    page_changes,
-    render,
-    sections_of,
-    text,
-)
 from elastic.cli.dashboard_feed import (
-    LARGEST,
     MAX_EVENTS,
     EventLog,
     JobSnapshot,
+    JournalFeed,
     Outage,
-    RunCharts,
-    charts_of,
+    live_page,
+    status_document,
     text_of,
-    without_styles,
 )
+from elastic.cli.dashboard_server import content_policy
 from elastic.cli.view import JobView, read_job
 from elastic.membership.progress import JobProgress, RecordedHeartbeat
 from elastic.membership.records import BreakageRecord, FailureRecord, Keys, Leader, NodeState
-from elastic.telemetry.goodput import Activity
-from elastic.telemetry.reader import JournalRecord, read_folder
+from elastic.report.model import report_of
+from elastic.report.render import MAX_BYTES
+from elastic.telemetry.reader import JournalRecord, merge, read_folder
 
 KEYS = Keys.of("/elastic", "llama-7")
 NOW = 1_769_860_800.0
 HOSTILE = "<script>alert(1)</script>\x1b[2J\"'&\udcff" + "<" * 1_000_000
-LARGEST_PAGE = 250_000
 
 
 def record(name: str, **data: object) -> JournalRecord:
@@ -63,8 +53,12 @@ def view_of(job: FakeJob) -> JobView:
     return read_job(job.store, KEYS, NOW + 10)
 
 
-def snapshot_of(view: JobView | None, **more: object) -> JobSnapshot:
-    return JobSnapshot(run_id="llama-7", at_s=NOW + 10, view=view, **more)  # type: ignore[arg-type]
+def snapshot_of(view: JobView | None, **more: Any) -> JobSnapshot:
+    return JobSnapshot(run_id="llama-7", at_s=NOW + 10, view=view, **more)
+
+
+def page_of(view: JobView | None, **more: Any) -> Reader:
+    return Reader(live_page(snapshot_of(view, **more), "server"))
 
 
 class Reader(HTMLParser):
@@ -80,7 +74,7 @@ class Reader(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "link", "br"):
+        if tag not in ("meta", "link", "br", "path"):
             self.open.append(tag)
         self.scripts += tag == "script"
         for name, value in attrs:
@@ -93,7 +87,11 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text += data
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
 
 
 def test_the_page_shows_the_status_without_a_script(job: FakeJob) -> None:
@@ -102,8 +100,7 @@ def test_the_page_shows_the_status_without_a_script(job: FakeJob) -> None:
     log = EventLog()
     view = view_of(job)
     log.add_changes(view)
-    snapshot = snapshot_of(view, events=log.events)
-    found = Reader(PageTemplate().render(snapshot, sections_of(snapshot)))
+    found = page_of(view, events=log.events)
     assert found.open == [] and len(found.ids) == len(set(found.ids))
     assert found.scripts == 1 and not found.handlers
     for fact in (
@@ -126,10 +123,10 @@ def test_the_time_left_of_a_job_without_planned_steps_is_unknown(job: FakeJob) -
     view = view_of(job)
     assert view.progress is not None
     view = replace(view, progress=replace(view.progress, planned_steps=None))
-    assert "<dt>Time left</dt><dd>unknown</dd>" in sections_of(snapshot_of(view))["facts"]
+    assert "<dt>Time left</dt><dd>unknown" in live_page(snapshot_of(view), "server")
 
 
-def test_untrusted_texts_are_escaped_and_truncated() -> None:
+def test_untrusted_texts_are_escaped_and_truncated(tmp_path: Path) -> None:
     """Names of runs and hosts, tracebacks, and reasons of a megabyte fit on a page of 250 kB."""
     names = tuple(f"n{number}" for number in range(1, 400))
     breakage = BreakageRecord(
@@ -170,70 +167,44 @@ def test_untrusted_texts_are_escaped_and_truncated() -> None:
             for _ in range(MAX_EVENTS + 10)
         ]
     )
+    write_run(tmp_path, names=(HOSTILE[:100_000], "b", "c", "d"), error=HOSTILE[:100_000])
     snapshot = JobSnapshot(
         run_id=HOSTILE,
         at_s=NOW,
         view=view,
         outage=Outage(NOW, HOSTILE),
         events=log.events,
-        charts=RunCharts("x" * LARGEST, "x" * LARGEST, ("x" * LARGEST,), 0.5, 10.0),
+        report=report_of(merge(*read_folder(tmp_path))),
         notes=(HOSTILE,) * 100,
     )
-    rendering = render(snapshot, Rendering(), PageTemplate())
-    page = rendering.page.decode()
+    page = live_page(snapshot, "server")
     found = Reader(page)
     assert (found.open, found.scripts, found.handlers) == ([], 1, [])
     assert "<script>alert" not in page and "\x1b" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[2J" in page
-    assert len(rendering.page) <= LARGEST_PAGE, len(rendering.page)
-    assert len(page_changes(Rendering(), rendering)) <= LARGEST_PAGE
-    assert len(rendering.status) <= 2_500_000  # 399 nodes with truncated texts
-
-
-def test_texts_that_grow_by_escaping_are_truncated_further() -> None:
-    assert len(text("<" * 1000, 100)) <= 200
-    assert len(text("\x01" * 1000, 100)) <= 250
-    assert text("plain") == "plain"
-
-
-def test_only_changed_sections_are_sent_again(job: FakeJob) -> None:
-    template = PageTemplate()
-    first = render(snapshot_of(view_of(job)), Rendering(), template)
-    assert b'"nodes"' in page_changes(Rendering(), first)
-    later = replace(snapshot_of(view_of(job)), at_s=NOW + 11)
-    second = render(later, first, template)
-    assert page_changes(first, second) == b"", "the page updates ages itself"
-    job.progress(60)
-    third = render(snapshot_of(view_of(job)), second, template)
-    sent = page_changes(second, third)
-    assert b'"facts"' in sent and b'"nodes"' not in sent
-    assert b'"step-3": "60"' in sent, "a table is not sent again for a cell"
-    assert b'"facts"' in page_changes(first, third), "a slow client misses nothing"
-    job.put_node("n2", None, NodeState.LEAVING)
-    fourth = render(snapshot_of(view_of(job)), third, template)
-    assert b'"nodes"' in page_changes(third, fourth)
+    assert len(page.encode()) <= MAX_BYTES, len(page)
+    # 399 nodes with truncated texts.
+    assert len(json.dumps(status_document(snapshot))) <= 2_500_000
 
 
 def test_each_node_has_its_step_and_the_age_of_its_heartbeat(job: FakeJob) -> None:
     job.put_node("n5", None, NodeState.STARTING)
     job.progress(53, silent=("n3",))
-    snapshot = snapshot_of(view_of(job))
-    sections = sections_of(snapshot)
-    found = re.findall(r"<tr><th scope=\"row\">(n\d).*?</tr>", sections["nodes"])
-    assert found == ["n1", "n2", "n3", "n4", "n5"]
-    cells = [(sections[f"step-{row}"], Reader(sections[f"heartbeat-{row}"])) for row in range(5)]
-    shown = [(step, heartbeat.text) for step, heartbeat in cells]
-    assert shown == [
+    page = live_page(snapshot_of(view_of(job)), "server")
+    rows = [row for row in page.split("<tr>") if "heartbeat-" in row]
+    cells = [
+        [Reader(f"<p>{cell.partition('>')[2]}</p>").text for cell in row.split("</td>")[3:5]]
+        for row in rows
+    ]
+    assert [row.partition('"row">')[2][:2] for row in rows] == ["n1", "n2", "n3", "n4", "n5"]
+    assert [(step.replace("\n", ""), heartbeat) for step, heartbeat in cells] == [
         *[("53", "11 s ago")] * 2,
         ("53", "31 s ago late"),
         ("53", "11 s ago"),
         ("–", "–"),
     ]
-    for name, cell in sections.items():
-        if name.startswith(("step-", "heartbeat-")):
-            assert f'<td id="{name}"' in sections["nodes"] and f">{cell}</td>" in sections["nodes"]
-    assert "no heartbeat of n3 for 31.0 s" in sections["headline"]
-    assert 'data-at="1769860799.000"' in sections["heartbeat-0"], "the page updates the age"
+    assert "no heartbeat of n3 for 31.0 s" in Reader(page).text
+    assert 'data-at="1769860799.000"' in page, "the page updates the age"
 
 
 def test_heartbeats_of_many_nodes_are_looked_up_once() -> None:
@@ -260,32 +231,20 @@ def test_heartbeats_of_many_nodes_are_looked_up_once() -> None:
 
 
 def test_an_outage_of_etcd_is_shown_above_the_last_view(job: FakeJob) -> None:
-    snapshot = snapshot_of(view_of(job), outage=Outage(NOW, "permission denied <x>"))
-    page_text = Reader(PageTemplate().render(snapshot, sections_of(snapshot))).text
-    assert "etcd does not answer, or denies access, since 2026-01-31 12:00:00 UTC" in page_text
-    assert "permission denied <x>" in page_text
-    assert "training in generation 7" in page_text
-    before = snapshot_of(None, outage=Outage(NOW, "away"), last_known=["last known: step 52"])
-    page_text = Reader(PageTemplate().render(before, sections_of(before))).text
-    assert "last known: step 52" in page_text and "etcd has not answered yet" in page_text
+    text = page_of(view_of(job), outage=Outage(NOW, "permission denied <x>")).text
+    assert "etcd does not answer, or denies access, since 2026-01-31T12:00:00.000Z" in text
+    assert "permission denied <x>" in text
+    assert "training in generation 7" in text
+    text = page_of(None, outage=Outage(NOW, "away"), last_known=["last known: step 52"]).text
+    assert "last known: step 52" in text and "etcd has not answered yet" in text
 
 
 def test_the_policy_allows_only_the_pages_own_style_and_script() -> None:
-    policy = PageTemplate().policy
+    policy = content_policy()
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy and "*" not in policy
     for never in ("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"):
         assert never in policy
-
-
-def test_ages_are_stripped_and_formatted() -> None:
-    assert lasting('a <time class="age" data-at="1">3 s ago</time> b') == (
-        'a <time class="age" data-at="1"></time> b'
-    )
-    assert lasting('<td id="step-1" class="extra">5</td><td>6</td>') == (
-        '<td id="step-1" class="extra"></td><td>6</td>'
-    )
-    assert age_text(59.99) == "59 s ago"
 
 
 # Events ------------------------------------------------------------------------------------------
@@ -308,7 +267,7 @@ def test_the_same_event_of_all_ranks_is_listed_once() -> None:
         ("world-formed", {"nodes": ["a"], "size": 8, "reason": "x"}, "with 1 nodes, 8 workers: x"),
         ("node-lost", {"lost": "n2", "reason": "gone"}, "n2 was lost: gone"),
         ("worker-died", {"local_rank": 1, "reason": "T:\n  boom"}, "local rank 1 died:   boom"),
-        ("recovered", {"step": 7, "duration_s": 1.25}, "training resumed from step 7 after 1.2 s"),
+        ("recovered", {"step": 7, "duration_s": 1.25}, "training resumed from step 7"),
         ("job-ended", {"outcome": "failure", "reason": "x"}, "failure: x"),
         ("leader-changed", {"leader": "n1"}, "node n1 is the leader"),
         ("leader-changed", {"leader": None}, "there is no leader"),
@@ -339,34 +298,17 @@ def test_without_journals_events_come_from_etcd(job: FakeJob) -> None:
     ]
 
 
-# Charts ------------------------------------------------------------------------------------------
+# Journals ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activity", Activity)
-def test_the_legend_of_the_charts_has_a_color_for_each_activity(activity: Activity) -> None:
-    name = activity.replace(" ", "-")
-    page = Path(dashboard.__file__).with_name("dashboard.html").read_text("utf-8")
-    assert f"}}.{name}{{background:var(--{name})}}" in page.replace("\n", "}")
-
-
-def test_charts_are_drawn_from_the_journals_within_the_size_limit(tmp_path: Path) -> None:
+def test_the_report_follows_the_journals_and_is_part_of_the_page(tmp_path: Path) -> None:
+    clock = ManualClock(NOW)
+    feed = JournalFeed(tmp_path, "llama-7", EventLog(), clock=clock)
+    assert not feed.look() and not feed.report_if_due()
     write_run(tmp_path, run_id="llama-7")
-    charts = charts_of(*read_folder(tmp_path), "llama-7")
-    assert charts.problem == "" and charts.goodput is not None
-    assert "recomputed steps" in charts.legend
-    drawn = (charts.timeline, charts.breakdown, *charts.curves)
-    assert len(drawn) == 3
-    for svg in drawn:
-        assert svg.startswith("<svg") and len(svg.encode()) <= LARGEST
-        assert "<style" not in svg and " style=" not in svg, "the page's policy forbids it"
-        assert "var(--" in svg, "it follows the theme"
-    assert charts_of([], [], None).problem
-
-
-def test_style_declarations_become_attributes() -> None:
-    svg = (
-        '<svg xmlns="http://www.w3.org/2000/svg"><style>x</style><g style="fill: red; a:b"/></svg>'
-    )
-    assert re.sub(r"\s+", " ", without_styles(svg)) == (
-        '<svg xmlns="http://www.w3.org/2000/svg"><g fill="red" a="b" /></svg>'
-    )
+    assert feed.look() and feed.report_if_due() and not feed.report_if_due()
+    found = page_of(None, uses_etcd=False, reads_journals=True, report=feed.report)
+    assert found.open == [] and len(found.ids) == len(set(found.ids))
+    assert not found.handlers, "the page's policy forbids inline styles"
+    for fact in ("from the journals only: The job succeeded", "lost: node-1 was lost", "Timeline"):
+        assert fact in found.text

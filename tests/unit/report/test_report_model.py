@@ -16,7 +16,7 @@ from elastic.report.model import (
     thinned,
     timeline_of,
 )
-from elastic.report.render import timeline_svg
+from elastic.report.render import svg, timeline_chart
 from elastic.telemetry.goodput import Activity, goodput_of_run
 from elastic.telemetry.reader import JournalRecord, merge, read_folder, run_of
 
@@ -112,7 +112,7 @@ def test_every_interruption_is_visible_and_proportional(tmp_path: Path) -> None:
             if a.activity is Activity.PRODUCTIVE and b.activity is not Activity.PRODUCTIVE
         )
         assert interruptions >= 39
-    assert len(timeline_svg(timeline)) < 120_000, "room for the rest of the page"
+    assert len(svg(timeline_chart(timeline))) < 120_000, "room for the rest of the page"
 
 
 def test_lanes_are_omitted_above_the_segment_limit(tmp_path: Path) -> None:

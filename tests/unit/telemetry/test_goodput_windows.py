@@ -52,10 +52,8 @@ def test_repeated_steps_count_as_recomputed_from_the_restored_step(
     found = goodput_in(tmp_path, trained(restored_at))
     seconds = found.breakdown.seconds
     # 5 % of a window is data wait, which is accounted for separately.
-    at_fault_s = 0.1  # the interrupted step also took one step time
-    assert seconds[Activity.RECOMPUTED] == pytest.approx(
-        0.95 * recomputed_s + 0.95 * at_fault_s, abs=0.02
-    )
+    assert seconds.get(Activity.RECOMPUTED, 0.0) == pytest.approx(0.95 * recomputed_s, abs=0.02)
+    assert (found.recomputed_steps > 0) == (Activity.RECOMPUTED in seconds)
     assert seconds[Activity.PRODUCTIVE] == pytest.approx(0.95 * (600.2 - recomputed_s), abs=0.03)
     assert seconds[Activity.DATA] == pytest.approx(0.05 * 600.2, abs=0.02)
     assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=1e-9)
@@ -154,8 +152,9 @@ def run_until(folder: Path, at_s: float) -> RunReport:
     ("at_s", "is_over", "said"),
     [
         (40.9, [], "There were no interruptions."),
-        (42.0, [False], "1 failure cost 3.0 s. No step was committed since the last failure."),
-        (44.0, [True], "1 failure cost"),  # the first step is committed, but no window follows it
+        (42.0, [False], "paused training for 3.0 s. No step was committed since the last failure."),
+        # The first step is committed, but no window follows it.
+        (44.0, [True], "1 failure paused training for"),
         (119.9, [True, True], "The job is still running, or ended without a final event"),
         (120.9, [True, True], "All workers finished, but no agent recorded the end of the job"),
         (121.2, [True, True], "The job succeeded after 2 min 1 s."),

@@ -103,25 +103,6 @@ def test_samples_of_discarded_steps_do_not_count() -> None:
     assert ledger.coverage(2, epoch=0) == Coverage(2, (), (), ())
 
 
-def test_the_pause_is_the_longest_gap_of_a_survivor() -> None:
-    ledger = RunLedger(
-        starts=(start(1, 0), start(2, 2)),
-        steps=(
-            step(1, 0, at=9.0, node="a"),
-            step(1, 1, at=10.0, node="a"),
-            step(1, 1, at=10.5, node="b"),
-            step(1, 1, at=1.0, node="dead"),
-            step(2, 2, at=14.0, node="a"),
-            step(2, 3, at=15.0, node="a"),
-            step(2, 2, at=14.2, node="b"),
-            step(2, 2, at=14.2, node="new"),
-        ),
-    )
-    (pause,) = ledger.pauses
-    assert (pause.before, pause.after, pause.node) == (1, 2, "a")
-    assert pause.duration_s == pytest.approx(4.0)
-
-
 def test_concurrent_worlds_are_detected() -> None:
     apart = (step(1, 0, at=1.0), step(1, 1, at=2.0), step(2, 2, at=3.0))
     RunLedger(starts=(start(1, 0), start(2, 2)), steps=apart).assert_one_world_at_a_time()
