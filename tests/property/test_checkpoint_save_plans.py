@@ -130,7 +130,8 @@ def test_a_plan_is_kept_where_only_values_and_tensors_change() -> None:
 
 @pytest.mark.parametrize("changed", [range(7, 8), range(600)], ids=["one", "all"])
 def test_a_tensor_of_another_shape_is_found_while_it_is_copied(changed: range) -> None:
-    planner, writers = SavePlanner(), {"world_size": 1, "rank": 0}
+    planner = SavePlanner()
+    writers: dict[str, Any] = {"world_size": 1, "rank": 0}
     state = [torch.full((2, 3), float(i)) for i in range(600)]
     first = planner.plan(state, **writers)
     for index in changed:
