@@ -218,7 +218,15 @@ def propose(
         replica_size=reference.replica_size,
         planned=planned and (in_process or not nodes),
         outside=_outside(view, nodes),
+        leaving=() if nodes else _leaving(view),
     )
+
+
+def _leaving(view: View) -> tuple[Member, ...]:
+    """The nodes whose workers may still step while no world has members."""
+    ended = (NodeState.FINISHED, NodeState.FAILED)
+    present = (n.node.as_member() for n in _running(view) if n.node.state not in ended)
+    return (*present, *(m.member for m in view.missing if m.may_step))
 
 
 def _outside(view: View, nodes: Sequence[NodeView]) -> tuple[Node, ...]:
@@ -304,6 +312,7 @@ def world_of(
         breakages=breakages,
         committed_step=_floor(known, committed_step),
         left_in_order=proposal.left_in_order,
+        leaving=proposal.leaving,
     )
 
 
@@ -918,7 +927,7 @@ def _without_survivors(
     decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
     stepping = _still_stepping(view, now, policy)
     is_waiting = isinstance(decision, Wait) or stepping is not None
-    if is_waiting and not silent and _leaving(view, status):
+    if is_waiting and not silent and _are_members_here(view, status):
         # (Also together with waiting nodes: the step must be announced to the leaving ones.)
         planned, why = _can_reach_boundary(view), f"{why}; no member remains"
         empty = propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
@@ -953,6 +962,8 @@ def _still_stepping(view: View, now: float, policy: Policy) -> Wait | None:
     without members, so do nodes that were not asked to leave: they share a replica with one that
     was, or have not received that world yet. Until then they make progress, and others would begin
     without it."""
+    if (silent := _silent_leavers(view, now, policy)) is not None:
+        return silent
     is_empty = view.world is not None and not view.world.members
     ending = (NodeState.FINISHED, NodeState.FAILED)
     leavers = tuple(
@@ -963,7 +974,23 @@ def _still_stepping(view: View, now: float, policy: Policy) -> Wait | None:
     return _wait_for_workers(view, leavers, "leaving", now, policy)
 
 
-def _leaving(view: View, status: MemberStatus) -> bool:
+def _silent_leavers(view: View, now: float, policy: Policy) -> Wait | None:
+    """Wait for nodes that were leaving when their leases ended. One that has left says so in a
+    record without a lease; of the others, nobody knows whether their workers have stopped."""
+    leaving = {m.node_id for m in view.world.leaving} if view.world is not None else set()
+    silent = [m for m in view.missing if m.member.node_id in leaving and m.may_step]
+    until_s = max((m.last_sign_s for m in silent), default=-math.inf) + policy.takeover_s
+    if now >= until_s:
+        return None
+    who = listed([m.member.name for m in silent])
+    reason = (
+        f"the workers of {who} were leaving when the leases expired, and may still run; "
+        f"taken over {policy.takeover_s:g} s after the last sign"
+    )
+    return Wait(reason=reason, until_s=until_s)
+
+
+def _are_members_here(view: View, status: MemberStatus) -> bool:
     """Whether members that are leaving still respond. Recording their departure now spares the
     next start the wait for nodes that no longer respond."""
     members = set(status.world.node_ids)

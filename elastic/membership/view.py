@@ -69,7 +69,8 @@ class NodeView:
 
 @dataclass(frozen=True, kw_only=True)
 class MissingMember:
-    """A member of the current world whose key is missing: its lease has expired."""
+    """A member of the current world, or a node that is leaving, whose key is missing: its lease has
+    expired."""
 
     member: Member
     proved_dead: bool  # refused, or its host reports so; False: silent
@@ -79,6 +80,12 @@ class MissingMember:
     running: WorldReference | None = None  # the world that its workers ran when it was seen last
     is_overdue: bool = False  # its key exists, but it has been silent for too long
 
+    @property
+    def may_step(self) -> bool:
+        """Whether its workers may be in a group."""
+        has_stopped = self.finished or (self.is_known and self.running is None)
+        return not (self.proved_dead or has_stopped)
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
@@ -87,7 +94,7 @@ class View:
     world: WorldRecord | None
     world_since_s: float  # when the leader first saw this generation
     nodes: tuple[NodeView, ...]  # every node key, members and others, any order
-    missing: tuple[MissingMember, ...]  # members of `world` without a node key
+    missing: tuple[MissingMember, ...]  # nodes tracked by `world` without a node key
     done: Done | None = None
     quarantined: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
     quarantine_reasons: Mapping[str, str] = field(default_factory=dict)  # node_id -> in words
@@ -158,6 +165,7 @@ class Proposal:
     planned: bool = False  # switch at a step boundary (in-process joins and leaves)
     outside: tuple[Node, ...] = ()  # other nodes: their memory may hold the job's newest state
     left_in_order: bool = False  # without nodes: all members of the last world were asked to leave
+    leaving: tuple[Member, ...] = ()  # without nodes: those whose workers may still step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -547,7 +555,7 @@ class _Groups:
     def possible_for(self, m: MissingMember) -> tuple[frozenset[str], ...]:
         """If this leader has never seen its key, they are the current world, and the one that it
         ran when that was written."""
-        if m.proved_dead or (m.is_known and m.running is None):
+        if not m.may_step:
             return ()
         if self._is_entered:
             return (self._current,)

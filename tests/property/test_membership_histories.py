@@ -59,6 +59,7 @@ class Machine:
     writes_late: bool = False
     proved_dead: bool = False  # its port refuses connections
     key_until_s: float = 0.0  # the end of its lease, once it is not renewed
+    has_left_record: bool = False  # its key says that it has left, and has no lease
     since_s: float = 0.0
     silent_since_s: float | None = None
     permitted_until_s: float = math.inf  # to train
@@ -98,7 +99,7 @@ class Histories(RuleBasedStateMachine):
     # ── the leader's view ────────────────────────────────────────────────────────────────
 
     def has_key(self, machine: Machine) -> bool:
-        is_permanent = machine.key.state is NodeState.FINISHED
+        is_permanent = machine.key.state is NodeState.FINISHED or machine.has_left_record
         return is_permanent or machine.renews or self.now < machine.key_until_s
 
     def view(self) -> View:
@@ -114,7 +115,7 @@ class Histories(RuleBasedStateMachine):
         ]
         self.known |= {n.node.node_id: n.node for n in nodes}
         missing = []
-        for member in self.world.members if self.world else ():
+        for member in self.world.tracked if self.world else ():
             machine = self.machines[member.node_id]
             if not self.has_key(machine):
                 known = self.known.get(member.node_id)
@@ -150,7 +151,7 @@ class Histories(RuleBasedStateMachine):
         return (
             machine.process_lives
             and machine.record.running is not None
-            and machine.record.state is NodeState.STARTING
+            and machine.record.state in (NodeState.STARTING, NodeState.LEAVING)
             and self.now < machine.permitted_until_s
         )
 
@@ -449,6 +450,25 @@ class Histories(RuleBasedStateMachine):
         if machine is not None and machine.record.state is not NodeState.FINISHED:
             self.set(machine, replace(machine.record, state=NodeState.LEAVING))
 
+    @rule(noticed=st.booleans())
+    def leaving_nodes_have_left(self, noticed: bool = True) -> None:
+        """Their workers have ended. One that cannot reach the store just ends; another one leaves a
+        record if the world still depends on it."""
+        tracked = {m.node_id for m in self.world.tracked} if self.world else set()
+        for machine in self.machines.values():
+            if machine.record.state is not NodeState.LEAVING or not machine.process_lives:
+                continue
+            machine.has_left_record = machine.acts and machine.record.node_id in tracked
+            if machine.has_left_record:
+                machine.record = replace(machine.record, running=None)
+                self.write_key(machine)
+            elif machine.acts:
+                machine.key_until_s = self.now  # deleted
+            else:
+                machine.key_until_s = max(machine.key_until_s, self.now)
+            machine.process_lives, machine.proved_dead = False, noticed
+            machine.silent_since_s = machine.silent_since_s or self.now
+
     @rule(number=st.integers(0, 8))
     def workers_finish(self, number: int) -> None:
         machine = self.pick(number, running=True)
@@ -477,6 +497,7 @@ class Histories(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Finally every live node is in the world, or too few are alive, or the job has ended."""
         self.isolated_nodes_reconnect()
+        self.leaving_nodes_have_left()
         for _ in range(12):
             if self.ended is not None:
                 return

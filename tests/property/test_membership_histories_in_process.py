@@ -58,6 +58,7 @@ class Machine:
     silent_since_s: float | None = None  # does not answer the leader
     is_isolated: bool = False  # neither renews its lease nor learns of new worlds
     is_frozen: bool = False  # only the thread that renews its lease runs
+    is_host_gone: bool = False  # no port refuses, and nothing proves that it is dead
     permitted_until_s: float = math.inf  # to train
 
     @property
@@ -105,7 +106,7 @@ class InProcessHistories(RuleBasedStateMachine):
             if m.has_key
         ]
         self.known |= {n.node.node_id: n.node for n in nodes}
-        gone = [m for m in self.members if not m.has_key]
+        gone = [m for m in self.tracked if not m.has_key]
         return View(
             world=self.world,
             world_since_s=self.world_since_s,
@@ -118,7 +119,7 @@ class InProcessHistories(RuleBasedStateMachine):
         )
 
     def liveness(self, machine: Machine) -> Liveness:
-        if not machine.alive:
+        if not machine.alive and not machine.is_host_gone:
             return Liveness.DEAD
         return Liveness.ALIVE if machine.silent_since_s is None else Liveness.SUSPECT
 
@@ -132,8 +133,8 @@ class InProcessHistories(RuleBasedStateMachine):
         node_id = machine.record.node_id
         known = self.known.get(node_id)
         return MissingMember(
-            member=next(m for m in self.world.members if m.node_id == node_id),
-            proved_dead=not machine.alive,
+            member=next(m for m in self.world.tracked if m.node_id == node_id),
+            proved_dead=not machine.alive and not machine.is_host_gone,
             last_sign_s=self.silent_since_s(machine) or self.now,
             finished=machine.record.state is NodeState.FINISHED,
             is_known=known is not None,
@@ -143,6 +144,11 @@ class InProcessHistories(RuleBasedStateMachine):
     @property
     def members(self) -> list[Machine]:
         return [self.machines[i] for i in self.world.node_ids] if self.world else []
+
+    @property
+    def tracked(self) -> list[Machine]:
+        """And the nodes that may still step before a world without members begins."""
+        return [self.machines[m.node_id] for m in self.world.tracked] if self.world else []
 
     # ── the leader's actions ─────────────────────────────────────────────────────────────
 
@@ -577,11 +583,19 @@ class InProcessHistories(RuleBasedStateMachine):
     def no_node_is_slow(self) -> None:
         self.slow.clear()
 
-    @rule()
-    def leaving_nodes_have_left(self) -> None:
+    @rule(with_hosts=st.booleans())
+    def leaving_nodes_have_left(self, with_hosts: bool = False) -> None:
+        """Their last steps are saved. One that cannot reach the store just ends; another one leaves
+        a record if the world still depends on it."""
         for machine in self.machines.values():
-            if machine.record.state is NodeState.LEAVING:
-                machine.alive, machine.has_key = False, False
+            if machine.record.state is not NodeState.LEAVING or not machine.alive:
+                continue
+            machine.has_key = machine.acts and machine in self.tracked
+            machine.alive, machine.is_host_gone = False, with_hosts
+            if with_hosts:
+                machine.silent_since_s = machine.silent_since_s or self.now
+            if machine.has_key:
+                self.put(machine, running=None, in_process=False, replica_start="", replica=())
 
     def dead_leases_expire(self) -> None:
         for machine in self.machines.values():
@@ -631,7 +645,7 @@ class InProcessHistories(RuleBasedStateMachine):
                     self.warm_up(machine)
             self.lead()
             self.adopt_world()
-            self.now += 10.0
+            self.now += 20.0  # in all: longer than takeover_s and leave_grace_s
         going = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
         live = [m for m in self.machines.values() if m.alive and m.record.state in going]
         finished = any(m.record.state is NodeState.FINISHED for m in self.machines.values())
