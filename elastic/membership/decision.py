@@ -287,7 +287,9 @@ def world_of(
     ``committed_step`` is the known progress of the job, if any: the record's lower bound never
     decreases, unless all nodes have left in order: a job that saved nothing can then start over.
     """
-    known = last.committed_step if last is not None and not last.left_in_order else None
+    known = last.committed_step if last is not None else None
+    if proposal.left_in_order and proposal.nodes:
+        known = None
     host = proposal.nodes[0] if proposal.nodes else None
     lineage = (*last.lineage, last.generation) if last else ()
     return WorldRecord(
@@ -311,7 +313,7 @@ def world_of(
         time_s=time_s,
         breakages=breakages,
         committed_step=_floor(known, committed_step),
-        left_in_order=proposal.left_in_order,
+        left_in_order=proposal.left_in_order and not proposal.nodes,
         leaving=proposal.leaving,
     )
 
@@ -920,7 +922,11 @@ def _without_survivors(
         )
         return Wait(reason=reason, until_s=until)
     why = "; ".join(status.sentences) or "the last world has no members"
-    if status.world.left_in_order and status.world.committed_step:
+    missing = {m.member.node_id for m in view.missing}
+    has_left = status.world.left_in_order and missing.isdisjoint(
+        m.node_id for m in status.world.leaving
+    )
+    if has_left and status.world.committed_step:
         why += f" (all nodes had left, after step {status.world.committed_step})"
     # No member remains: as in a first world, the limits of the first node apply.
     reference = first_node(view) or status.world
@@ -936,6 +942,8 @@ def _without_survivors(
         return replace(empty, left_in_order=in_order)
     if isinstance(decision, Proposal) and stepping is not None:
         return stepping
+    if isinstance(decision, Proposal):
+        return replace(decision, left_in_order=has_left)
     return decision
 
 

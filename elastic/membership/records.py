@@ -309,7 +309,7 @@ class WorldRecord(WorldIdentity):
     # Ranks that together hold one copy of the model: consecutive ones, so that a rank's replica is
     # rank // replica_size.
     replica_size: _Positive = 1
-    # Without members: all nodes were asked to leave, and have saved or reported the lost steps.
+    # Without members: all nodes were asked to leave, to save or report the lost steps before.
     left_in_order: bool = False
     # Without members: nodes whose workers may still step in an earlier world. A key that has
     # expired does not tell whether they have stopped, so that the world says whom to wait for.

@@ -164,7 +164,8 @@ class Proposal:
     replica_size: int = 1  # ranks that hold the model once
     planned: bool = False  # switch at a step boundary (in-process joins and leaves)
     outside: tuple[Node, ...] = ()  # other nodes: their memory may hold the job's newest state
-    left_in_order: bool = False  # without nodes: all members of the last world were asked to leave
+    # Without nodes: all members of the last world were asked to leave. With nodes: all have left.
+    left_in_order: bool = False
     leaving: tuple[Member, ...] = ()  # without nodes: those whose workers may still step
 
 

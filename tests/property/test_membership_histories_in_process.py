@@ -719,3 +719,29 @@ def test_waiting_nodes_start_once_all_members_have_left() -> None:
     state.at_most_one_world_makes_progress()
     assert state.world.members
     state.teardown()
+
+
+def test_waiting_nodes_do_not_start_beside_leaving_ones_that_lose_the_store() -> None:
+    """Found by the histories: all members get SIGTERM, and lose the store before they have left."""
+    state = ReplicaHistories()
+    state.a_job_runs(members=2, candidates=1)
+    for _ in range(2):
+        state.a_node_receives_sigterm(number=0)
+    for _ in range(2):
+        state.a_node_joins_and_the_others_are_isolated(elects=False)
+        state.at_most_one_world_makes_progress()
+    state.teardown()
+
+
+def test_waiting_nodes_start_at_once_when_the_leaving_ones_left_with_their_hosts() -> None:
+    state = InProcessHistories()
+    state.a_job_runs(members=2, candidates=0)
+    for _ in range(2):
+        state.a_node_receives_sigterm(number=0)
+    state.the_leader_decides()
+    state.leaving_nodes_have_left(with_hosts=True)
+    state.a_new_leader_is_elected()
+    for _ in range(2):
+        state.a_node_arrives(warm=False)
+    state.the_job_proceeds(seconds=state.policy.last_call_s, enters=False)
+    assert state.world is not None and state.world.node_ids == ("id-n3", "id-n4")
