@@ -250,8 +250,8 @@ class Roster:
         return frozenset(self._unsettled)
 
     def silent(self) -> tuple[str, ...]:
-        """Nodes to probe periodically: silent, alive without a key, or dead with one. Not those whose
-        keys outlive them: they have finished, or left."""
+        """Nodes to probe periodically: silent, alive without a key, or dead with one. Not nodes
+        that have finished or left, whose keys outlive them."""
         return tuple(
             node_id
             for node_id, liveness in self._liveness.items()
