@@ -534,7 +534,8 @@ class SurvivingWorld:
         status, since_s = self.status, self.now - self.policy.join_timeout_s
         counted = len(status.ended) * self._may_be_ending
         counted += sum(ended_s > since_s for ended_s in status.ended_before_s)
-        return len(nodes) + counted >= self.world.min_nodes
+        # (Not without nodes: the last ones may hold no complete replica.)
+        return bool(nodes) and len(nodes) + counted >= self.world.min_nodes
 
     def _reachable(self) -> Nodes | Wait:
         """The survivors, unless one is suspect: then its lease decides, within seconds.
@@ -818,9 +819,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     if status.unneeded:
         reason = f"{'; '.join(status.sentences)}; the job ends"
         return propose(view, world, (), Cause.PAUSED, reason)
-    # Joining nodes that have not switched yet must not start together with leaving ones.
-    only_joining = status.in_process and not any(n.node.running for n in status.running)
-    if only_joining and (leaving := _still_stepping(view, now, policy)) is not None:
+    if (leaving := _stepping_apart(view, status, now, policy)) is not None:
         return leaving
     if (replacing := _replacing(status, now, policy)) is not None:
         return replacing
@@ -980,6 +979,20 @@ def _still_stepping(view: View, now: float, policy: Policy) -> Wait | None:
         if n.node.state is NodeState.LEAVING or (is_empty and n.node.state not in ending)
     )
     return _wait_for_workers(view, leavers, "leaving", now, policy)
+
+
+def _stepping_apart(view: View, status: MemberStatus, now: float, policy: Policy) -> Wait | None:
+    """Wait for leaving nodes that step in a group without a survivor: those that have joined since
+    must not start beside it."""
+    survivors = {n.node.node_id: n.node for n in status.survivors}
+    apart = []
+    for n in _running(view):
+        running, ids = n.node.running, group_of(n.node.running)
+        if ids is None:  # only its name is known
+            ids = tuple(i for i, node in survivors.items() if node.running == running)
+        if n.node.state is NodeState.LEAVING and survivors and survivors.keys().isdisjoint(ids):
+            apart.append(n)
+    return _wait_for_workers(view, apart, "leaving", now, policy)
 
 
 def _silent_leavers(view: View, now: float, policy: Policy) -> Wait | None:

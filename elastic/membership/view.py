@@ -229,7 +229,7 @@ class MemberStatus:
     went_on: bool  # a member has run a later world than those that finished
     absent: tuple[str, ...]  # names of members that finished before they could enter this world
     failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
-    alive: frozenset[str]  # ids of all present nodes, members or not
+    in_groups: frozenset[str]  # ids of all present nodes whose workers run a world, members or not
 
     @property
     def in_process(self) -> bool:
@@ -341,8 +341,9 @@ class MemberStatus:
         ids = ids_in(groups)
         if ids is None:
             return False
-        # The loss of a node that was to leave with a pending plan ended the steps of the old group.
-        left = ids - self.world.id_set - self.alive
+        # If a node that was to leave with a pending plan is lost, or its workers died, the old
+        # group makes no more steps.
+        left = ids - self.world.id_set - self.in_groups
         return not left and broken.isdisjoint(ids)
 
     def _taken_up(self, groups: list[WorldReference]) -> bool:
@@ -419,7 +420,11 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         went_on=_has_gone_on(view, world),
         absent=tuple(absent),
         failure_reports=_failure_reports(view, world, running),
-        alive=frozenset(n.node.node_id for n in view.nodes if n.liveness is not Liveness.DEAD),
+        in_groups=frozenset(
+            n.node.node_id
+            for n in view.nodes
+            if n.liveness is not Liveness.DEAD and n.node.running is not None
+        ),
     )
 
 
