@@ -38,6 +38,7 @@ from elastic.membership.view import (
     StepRate,
     View,
     Wait,
+    all_entered,
     classify_members,
     switch_step,
 )
@@ -519,6 +520,8 @@ class Leadership:
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.flaps.quarantined(now)
         view = self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
+        if entry.world and self._at.status.stepping_generation == entry.world.generation:
+            view = all_entered(view)
         return replace(
             view,
             stragglers=self._stragglers.stragglers(),

@@ -464,6 +464,29 @@ def overdue_as_missing(view: View, now: float, policy: Policy) -> View:
     return replace(view, nodes=nodes, missing=view.missing + missing)
 
 
+def all_entered(view: View) -> View:
+    """The view of a leader whose workers have begun a step in ``view.world``: so have those of all
+    members, although some keys do not say so yet. They may be late by seconds if etcd is distant.
+
+    Without this, the loss of a node would restart all workers, as those of a script that keeps
+    none, and discard what they have trained.
+    """
+    world = view.world
+    if world is None:
+        return view
+    before = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
+
+    def entered(n: NodeView) -> NodeView:
+        node, running = n.node, n.node.running
+        is_current = node.in_process and running and running.generation >= world.generation
+        has_left = node.arrived_for >= world.generation or node.state not in before
+        if is_current or has_left or node.node_id not in world.id_set:
+            return n
+        return replace(n, node=replace(node, state=NodeState.READY, in_process=True, running=world))
+
+    return replace(view, nodes=tuple(entered(n) for n in view.nodes))
+
+
 def silent_until_s(n: NodeView, view: View, status: MemberStatus, policy: Policy) -> float:
     """Until when a decision waits for the lease of a suspect. (If it is not known when it fell
     silent, it was not before the time used here.)"""

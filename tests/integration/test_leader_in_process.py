@@ -195,6 +195,26 @@ def test_a_record_that_the_store_refuses_does_not_keep_the_leader_from_deciding(
     assert "too large" in str(leader.status.store_problem)
 
 
+def test_workers_that_have_trained_keep_their_processes_although_a_key_is_late(
+    server: MemoryServer, start: Start
+) -> None:
+    """etcd is distant: a node dies before the leader learns that another one is ready."""
+    options = replace(OPTIONS, last_call_s=1.0)
+    nodes = [start(options=options) for _ in range(3)]
+    first = generation(server, 1)
+    for node in nodes:
+        node.enter()
+    nodes.sort(key=lambda n: n.id != eventually(lambda: leader_in(server)))
+    leader, late, victim = nodes
+    leader.ready().run(first)
+    eventually(lambda: node_in(server, leader).state is NodeState.READY)
+    eventually(lambda: all(n.is_connected() for n in nodes))
+    leader.status.stepping_generation = 1
+    victim.crash()
+    world = generation(server, 2)
+    assert (world.id_set, world.mode) == ({leader.id, late.id}, "in-process")
+
+
 def test_two_reports_of_one_failure_form_one_world(server: MemoryServer, start: Start) -> None:
     nodes = trio(server, start)
     nodes[0].report(1)
