@@ -337,7 +337,10 @@ class MemberStatus:
         if self.failure_reports or not groups or not (self.pending or self._taken_up(groups)):
             return False
         broken = {n.node.node_id for n in self.out}
-        broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
+        # (A leaving node steps until it has left.)
+        broken |= {
+            g.node_id for g in self.gone if g.cause is Cause.LOST or g.node_id not in self.in_groups
+        }
         ids = ids_in(groups)
         if ids is None:
             return False

@@ -598,3 +598,25 @@ TestSingleNodeHistories = SingleNodeHistories.TestCase
 TestFullHistories = FullHistories.TestCase
 TestReplicaHistories = ReplicaHistories.TestCase
 TestLargeReplicaHistories = LargeReplicaHistories.TestCase
+
+
+def test_finished_nodes_are_no_world_if_no_complete_replica_remains() -> None:
+    """Found by the histories: of two replicas one node is lost, and one of each finishes early."""
+    state = ReplicaHistories()
+    state.a_job_begins(members=4, steps=1)
+    state.a_node_dies(noticed=False, number=0)
+    for number in (0, 1):
+        state.workers_finish(number=number)
+    state.teardown()
+
+
+def test_a_node_that_has_joined_does_not_start_beside_leaving_ones() -> None:
+    """Found by the histories: it takes the place of one of them, and the other leaves, too."""
+    state = ReplicaHistories()
+    state.a_job_begins(members=3, steps=1)
+    state.a_node_receives_sigterm(number=1)
+    state.the_leader_decides()
+    state.a_node_receives_sigterm(number=0)
+    state.a_node_joins_and_the_others_fall_silent(die=False, elects=False)
+    state.at_most_one_world_makes_progress()
+    state.teardown()

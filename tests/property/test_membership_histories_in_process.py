@@ -745,3 +745,25 @@ def test_waiting_nodes_start_at_once_when_the_leaving_ones_left_with_their_hosts
         state.a_node_arrives(warm=False)
     state.the_job_proceeds(seconds=state.policy.last_call_s, enters=False)
     assert state.world is not None and state.world.node_ids == ("id-n3", "id-n4")
+
+
+def test_no_boundary_is_announced_in_a_group_that_an_excluded_nodes_workers_have_left() -> None:
+    """Found by the histories: they die before the switch to the world without them."""
+    state = SingleNodeHistories()
+    state.a_job_runs(members=4, candidates=1)
+    state.a_node_is_slow(number=2)
+    state.the_leader_decides()
+    state.a_node_receives_sigterm(number=3)
+    state.one_worker_dies_and_is_replaced(builds=False, number=2, warm=False)
+    state.the_leader_decides()
+    state.teardown()
+
+
+def test_no_boundary_is_announced_in_a_group_that_a_leaving_node_has_left() -> None:
+    """Found by the histories: it left without a world that was announced to it."""
+    state = ReplicaHistories()
+    state.a_job_runs(members=2, candidates=0)
+    state.a_node_receives_sigterm(number=0)
+    state.leaving_nodes_have_left(with_hosts=True)
+    state.the_leader_decides()
+    state.teardown()
