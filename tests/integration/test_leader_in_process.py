@@ -212,7 +212,7 @@ def test_workers_that_have_trained_keep_their_processes_although_a_key_is_late(
     leader.status.stepping_generation = 1
     victim.crash()
     world = generation(server, 2)
-    assert (world.id_set, world.mode) == ({leader.id, late.id}, "in-process")
+    assert (set(world.node_ids), world.mode) == ({leader.id, late.id}, "in-process")
 
 
 def test_two_reports_of_one_failure_form_one_world(server: MemoryServer, start: Start) -> None:
@@ -600,7 +600,7 @@ def test_nodes_start_at_once_after_all_members_have_left_with_their_hosts(
     left = [node_in(server, node) for node in nodes if MemoryStore(server).get(KEYS.node(node.id))]
     assert left and all(n.running is None for n in left)
     fresh = [start(options=options) for _ in range(3)]
-    eventually(lambda: world_in(server).id_set == {node.id for node in fresh})
+    eventually(lambda: set(world_in(server).node_ids) == {node.id for node in fresh})
     # Their records are not needed any more.
     eventually(lambda: not any(MemoryStore(server).get(KEYS.node(node.id)) for node in nodes))
 
