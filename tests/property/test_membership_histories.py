@@ -63,6 +63,7 @@ class Machine:
     since_s: float = 0.0
     silent_since_s: float | None = None
     permitted_until_s: float = math.inf  # to train
+    leaves_by_s: float = math.inf  # otherwise its agent kills the workers
 
     @property
     def renews(self) -> bool:
@@ -153,6 +154,7 @@ class Histories(RuleBasedStateMachine):
             and machine.record.running is not None
             and machine.record.state in (NodeState.STARTING, NodeState.LEAVING)
             and self.now < machine.permitted_until_s
+            and (machine.is_frozen or self.now < machine.leaves_by_s)
         )
 
     def groups(self) -> list[WorldRecord]:
@@ -449,6 +451,7 @@ class Histories(RuleBasedStateMachine):
         machine = self.pick(number)
         if machine is not None and machine.record.state is not NodeState.FINISHED:
             self.set(machine, replace(machine.record, state=NodeState.LEAVING))
+            machine.leaves_by_s = min(machine.leaves_by_s, self.now + self.policy.leave_grace_s)
 
     @rule(noticed=st.booleans())
     def leaving_nodes_have_left(self, noticed: bool = True) -> None:

@@ -60,6 +60,7 @@ class Machine:
     is_frozen: bool = False  # only the thread that renews its lease runs
     is_host_gone: bool = False  # no port refuses, and nothing proves that it is dead
     permitted_until_s: float = math.inf  # to train
+    leaves_by_s: float = math.inf  # otherwise its agent kills the workers
 
     @property
     def steps(self) -> bool:
@@ -269,10 +270,14 @@ class InProcessHistories(RuleBasedStateMachine):
             group
             for group in groups.values()
             if all(
-                m.steps and m.record.running == group and self.now < m.permitted_until_s
+                m.steps and m.record.running == group and self.now < self.steps_until_s(m)
                 for m in (self.machines[i] for i in group.node_ids)
             )
         ]
+
+    def steps_until_s(self, machine: Machine) -> float:
+        by_s = math.inf if machine.is_frozen else machine.leaves_by_s
+        return min(machine.permitted_until_s, by_s)
 
     def write(self, proposal: Proposal) -> None:
         chosen = {n.node_id for n in proposal.nodes}
@@ -572,6 +577,7 @@ class InProcessHistories(RuleBasedStateMachine):
         machine = self.pick(number, steps=True)
         if machine is not None:
             self.put(machine, state=NodeState.LEAVING)
+            machine.leaves_by_s = self.now + self.policy.leave_grace_s
 
     @rule(number=NUMBER)
     def a_node_is_slow(self, number: int) -> None:
