@@ -223,9 +223,16 @@ def propose(
 
 
 def _leaving(view: View) -> tuple[Member, ...]:
-    """The nodes whose workers may still step while no world has members."""
+    """The members whose workers may still step while no world has members. Every group that may
+    step has a member of the last world: nodes that it has excluded need not be listed, and may
+    have left already."""
     ended = (NodeState.FINISHED, NodeState.FAILED)
-    present = (n.node.as_member() for n in _running(view) if n.node.state not in ended)
+    members = view.world.id_set if view.world is not None else frozenset()
+    present = (
+        n.node.as_member()
+        for n in _running(view)
+        if n.node.node_id in members and n.node.state not in ended
+    )
     return (*present, *(m.member for m in view.missing if m.may_step))
 
 
