@@ -421,7 +421,7 @@ class Registration:
         status, node = self._at.status, self._at.status.node
         if not self.is_current or (node.state is NodeState.FINISHED and status.done is None):
             return
-        key, world = self._at.keys.node(node.node_id), status.world.world
+        key, world = self._at.keys.node(node.node_id), status.world
         is_tracked = world is not None and node.node_id in {m.node_id for m in world.tracked}
         leaves = node.state in (NodeState.LEAVING, NodeState.FAILED) and status.done is None
         if leaves and have_workers_ended and is_tracked:
