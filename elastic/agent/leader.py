@@ -38,6 +38,7 @@ from elastic.membership.view import (
     StepRate,
     View,
     Wait,
+    all_entered,
     classify_members,
     switch_step,
 )
@@ -110,7 +111,7 @@ class Prober:
         if now >= self._next_recheck_s:
             due.update(self._roster.silent())
             self._next_recheck_s = now + RECHECK_S
-        members = {m.node_id: m for m in world.members} if world is not None else {}
+        members = {m.node_id: m for m in world.tracked} if world is not None else {}
         for node_id in due - self._in_flight:
             known = self._roster.find(node_id)
             member = members.get(node_id) or (known.node.as_member() if known else None)
@@ -432,7 +433,7 @@ class Leadership:
 
     def _suspect_all(self, world: WorldRecord | None, now: float) -> None:
         """Probe all nodes in a new term: one that died before it has no connection to close."""
-        members = world.node_ids if world is not None else ()
+        members = (m.node_id for m in world.tracked) if world is not None else ()
         for node_id in {*members, *self.roster.with_keys()}:
             self.roster.suspect(node_id, now)
 
@@ -484,7 +485,7 @@ class Leadership:
         if self.roster.unsettled() or self._waits_for_registration(world, now):
             return None, now + RECHECK_S
         if world is None or world.members:  # (one without members has not gone on without them)
-            self._delete_finished(world.node_ids if world is not None else ())
+            self._delete_ended(world.node_ids if world is not None else ())
         self._accounting.observe(self._at.status.step_rate)
         view = self._view(entry, done, now)
         self.waiting = waiting_nodes(view, now, self._policy)
@@ -509,16 +510,18 @@ class Leadership:
         limit_s = self._since_s + max(self._at.options.lease_s, ADOPTION_WAIT_S)
         return now < limit_s and bool(self.roster.unregistered(world))
 
-    def _delete_finished(self, needed: Collection[str] = ()) -> None:
-        """Delete the records of finished nodes that are gone, which have no lease, unless a
-        decision needs them."""
-        for node_id in self.roster.finished_and_gone():
+    def _delete_ended(self, needed: Collection[str] = ()) -> None:
+        """Delete the records of nodes that have finished or left and are gone, which have no lease,
+        unless a decision needs them."""
+        for node_id in self.roster.ended_and_gone():
             if node_id not in needed:
                 self._at.store.delete(self._at.keys.node(node_id))
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.flaps.quarantined(now)
         view = self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
+        if entry.world and self._at.status.stepping_generation == entry.world.generation:
+            view = all_entered(view)
         return replace(
             view,
             stragglers=self._stragglers.stragglers(),
@@ -582,7 +585,7 @@ class Leadership:
     def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
         ended = self.writer.end(outcome, reason, exit_code, entry)
         if ended is not None:
-            self._delete_finished()
+            self._delete_ended()
             # The job's other keys are those that a node needs to learn of its end, or on leases.
             for key in (self._at.keys.replicas, self._at.keys.hang_verdict):
                 self._at.store.delete(key)

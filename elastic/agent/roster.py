@@ -250,8 +250,8 @@ class Roster:
         return frozenset(self._unsettled)
 
     def silent(self) -> tuple[str, ...]:
-        """Nodes to probe periodically: silent, alive without a key, or dead with one. Not finished
-        ones, whose keys outlive them."""
+        """Nodes to probe periodically: silent, alive without a key, or dead with one. Not nodes
+        that have finished or left, whose keys outlive them."""
         return tuple(
             node_id
             for node_id, liveness in self._liveness.items()
@@ -260,20 +260,23 @@ class Roster:
                 or (liveness is Liveness.ALIVE and node_id in self._missing_since)
                 or (liveness is Liveness.DEAD and node_id not in self._missing_since)
             )
-            and not self._has_finished(node_id)
+            and not self._has_ended(node_id)
         )
 
-    def _has_finished(self, node_id: str) -> bool:
+    def _has_ended(self, node_id: str) -> bool:
+        """Whether it has finished, or left: a record without a lease says so."""
         known = self._known.get(node_id)
-        return known is not None and known.node.state is NodeState.FINISHED
+        return known is not None and (
+            known.node.state is NodeState.FINISHED or (known.present and not known.lease_id)
+        )
 
-    def finished_and_gone(self) -> tuple[str, ...]:
-        """Finished nodes that do not respond, and whose records remain."""
+    def ended_and_gone(self) -> tuple[str, ...]:
+        """Nodes that have finished or left and do not respond, and whose records remain."""
         return tuple(
             node_id
             for node_id, known in self._known.items()
             if known.present
-            and self._has_finished(node_id)
+            and self._has_ended(node_id)
             and node_id not in self._unsettled
             and self._liveness.get(node_id) is not Liveness.ALIVE
         )
@@ -295,8 +298,8 @@ class Roster:
         )
 
     def suspect_members_without_key(self, world: WorldRecord | None, now: float) -> None:
-        """Probe members whose key this leader has never seen."""
-        for member in world.members if world is not None else ():
+        """Probe nodes that the world depends on, and whose key this leader has never seen."""
+        for member in world.tracked if world is not None else ():
             known = self._known.get(member.node_id)
             if (known is None or not known.present) and member.node_id not in self._missing_since:
                 self._missing_since[member.node_id] = now
@@ -311,14 +314,14 @@ class Roster:
         """Members that respond, but whose key was never seen: they will register."""
         return tuple(
             m.node_id
-            for m in (world.members if world is not None else ())
+            for m in (world.tracked if world is not None else ())
             if m.node_id not in self._known and self._liveness.get(m.node_id) is Liveness.ALIVE
         )
 
     def forget_non_members(self, world: WorldRecord | None) -> None:
         """Drop nodes that have no key and are not in the world, also where the last that was heard
         of one is the end of its connection: nodes come and go for the life of a job."""
-        members = world.id_set if world is not None else frozenset()
+        members = {m.node_id for m in world.tracked} if world is not None else set()
         kept = members | {node_id for node_id, known in self._known.items() if known.present}
         tables: tuple[dict[str, Any], ...] = (
             self._known,
@@ -367,7 +370,7 @@ class Roster:
     ) -> View:
         """The input of ``decide``."""
         nodes, missing = [], []
-        members = {m.node_id: m for m in world.members} if world is not None else {}
+        members = {m.node_id: m for m in world.tracked} if world is not None else {}
         for node_id, known in self._known.items():
             liveness = self._liveness.get(node_id, Liveness.ALIVE)
             # A response overrides a missing key: the node will write the key again.

@@ -140,8 +140,9 @@ def _reference(
             nodes.append(decode(Node, entry.key, entry.value))
         except RecordError:
             continue
-    # The record of a finished node remains after its end.
-    nodes = [n for n in nodes if n.state is not NodeState.FINISHED]
+    # The record of a node that has finished or left may remain after its end.
+    ended = (NodeState.FINISHED, NodeState.LEAVING, NodeState.FAILED)
+    nodes = [n for n in nodes if n.state not in ended]
     if world is not None and any(n.node_id in world.node_ids for n in nodes):
         return world
     others = (n for n in nodes if n.node_id != but)
@@ -414,13 +415,23 @@ class Registration:
         )
         self.is_current = False
 
-    def delete(self) -> None:
-        """Delete the node's key, unless it records for the others that this node has finished.
-        Raises :class:`CoordinationError`."""
-        status = self._at.status
-        is_needed = status.node.state is NodeState.FINISHED and status.done is None
-        if self.is_current and not is_needed:
-            self._at.store.delete(self._at.keys.node(self._at.status.node.node_id))
+    def withdraw(self, *, have_workers_ended: bool) -> None:
+        """Delete the node's key, unless it records for the others that this node has finished, or
+        left. Raises :class:`CoordinationError`."""
+        status, node = self._at.status, self._at.status.node
+        if not self.is_current or (node.state is NodeState.FINISHED and status.done is None):
+            return
+        key, world = self._at.keys.node(node.node_id), status.world
+        is_tracked = world is not None and node.node_id in {m.node_id for m in world.tracked}
+        leaves = node.state in (NodeState.LEAVING, NodeState.FAILED) and status.done is None
+        if leaves and have_workers_ended and is_tracked:
+            # The world without this node is not written yet, or has no members. Nodes that start
+            # later could not tell its departure from a failure of its network, and would wait for
+            # takeover_s. (The leader of the next world deletes the record.)
+            left = replace(node, running=None, in_process=False, replica_start="", replica=())
+            self._at.store.put(key, encode(left), lease=None)
+        else:
+            self._at.store.delete(key)
 
     def end_lease(self, *, revoke: bool) -> None:
         """Stop renewing the lease, and revoke it. Raises :class:`CoordinationError`."""
@@ -822,7 +833,9 @@ class NodeLoop:
                 self.succession.end_term()
             else:
                 self.succession.resign()
-                self.registration.delete()
+                # (Otherwise this thread has died, and the workers may still run.)
+                is_closed = self._close_by_s is not None
+                self.registration.withdraw(have_workers_ended=is_closed)
             self.registration.end_lease(revoke=reaches_store)
         except CoordinationError as error:
             self.store_events.report(error, "this node's lease will expire")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -9,6 +10,8 @@ import logging
 import os
 import queue
 import re
+import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,6 +45,7 @@ _MIN_PER_NODE, _MAX_PER_NODE = 4 << 10, 48 << 10
 _MAX_FLIGHT_ENTRIES, _MIN_PER_RANK = 2048, 4
 
 _KEPT_REPORTS = 50  # of each rank, as JSON
+_TEMPORARY, _KEPT_FOLDERS = "elastic-reports-", 50  # of agents without a folder for reports
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -112,7 +116,8 @@ class ReportFolder:
     def folder(self) -> str:
         """Created when it is first needed."""
         if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="elastic-reports-")
+            self._folder = tempfile.mkdtemp(prefix=_TEMPORARY)
+            _remove_oldest_folders(Path(self._folder).parent)
         return self._folder
 
     def path(self, node: str, rank: int | None) -> Path:
@@ -145,6 +150,19 @@ def _remove_oldest(paths: Iterable[Path]) -> None:
     by_age = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
     for path in by_age[_KEPT_REPORTS:]:
         path.unlink(missing_ok=True)
+
+
+def _remove_oldest_folders(base: Path) -> None:
+    """Keep the newest of this user: an agent that fails once has one, and may start any number of
+    times."""
+    found = []
+    for path in base.glob(f"{_TEMPORARY}*"):
+        with contextlib.suppress(FileNotFoundError):  # another agent has removed it
+            status = path.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                found.append((status.st_mtime, path))
+    for _, path in sorted(found, reverse=True)[_KEPT_FOLDERS:]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_folder(folder: str | None) -> None:

@@ -218,7 +218,22 @@ def propose(
         replica_size=reference.replica_size,
         planned=planned and (in_process or not nodes),
         outside=_outside(view, nodes),
+        leaving=() if nodes else _leaving(view),
     )
+
+
+def _leaving(view: View) -> tuple[Member, ...]:
+    """The members whose workers may still step while no world has members. Every group that may
+    step has a member of the last world: nodes that it has excluded need not be listed, and may
+    have left already."""
+    ended = (NodeState.FINISHED, NodeState.FAILED)
+    members = view.world.id_set if view.world is not None else frozenset()
+    present = (
+        n.node.as_member()
+        for n in _running(view)
+        if n.node.node_id in members and n.node.state not in ended
+    )
+    return (*present, *(m.member for m in view.missing if m.may_step))
 
 
 def _outside(view: View, nodes: Sequence[NodeView]) -> tuple[Node, ...]:
@@ -279,7 +294,9 @@ def world_of(
     ``committed_step`` is the known progress of the job, if any: the record's lower bound never
     decreases, unless all nodes have left in order: a job that saved nothing can then start over.
     """
-    known = last.committed_step if last is not None and not last.left_in_order else None
+    known = last.committed_step if last is not None else None
+    if proposal.left_in_order and proposal.nodes:
+        known = None
     host = proposal.nodes[0] if proposal.nodes else None
     lineage = (*last.lineage, last.generation) if last else ()
     return WorldRecord(
@@ -303,7 +320,8 @@ def world_of(
         time_s=time_s,
         breakages=breakages,
         committed_step=_floor(known, committed_step),
-        left_in_order=proposal.left_in_order,
+        left_in_order=proposal.left_in_order and not proposal.nodes,
+        leaving=proposal.leaving,
     )
 
 
@@ -523,7 +541,8 @@ class SurvivingWorld:
         status, since_s = self.status, self.now - self.policy.join_timeout_s
         counted = len(status.ended) * self._may_be_ending
         counted += sum(ended_s > since_s for ended_s in status.ended_before_s)
-        return len(nodes) + counted >= self.world.min_nodes
+        # (Not without nodes: the last ones may hold no complete replica.)
+        return bool(nodes) and len(nodes) + counted >= self.world.min_nodes
 
     def _reachable(self) -> Nodes | Wait:
         """The survivors, unless one is suspect: then its lease decides, within seconds.
@@ -807,9 +826,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     if status.unneeded:
         reason = f"{'; '.join(status.sentences)}; the job ends"
         return propose(view, world, (), Cause.PAUSED, reason)
-    # Joining nodes that have not switched yet must not start together with leaving ones.
-    only_joining = status.in_process and not any(n.node.running for n in status.running)
-    if only_joining and (leaving := _still_stepping(view, now, policy)) is not None:
+    if (leaving := _stepping_apart(view, status, now, policy)) is not None:
         return leaving
     if (replacing := _replacing(status, now, policy)) is not None:
         return replacing
@@ -911,14 +928,18 @@ def _without_survivors(
         )
         return Wait(reason=reason, until_s=until)
     why = "; ".join(status.sentences) or "the last world has no members"
-    if status.world.left_in_order and status.world.committed_step:
+    missing = {m.member.node_id for m in view.missing}
+    has_left = status.world.left_in_order and missing.isdisjoint(
+        m.node_id for m in status.world.leaving
+    )
+    if has_left and status.world.committed_step:
         why += f" (all nodes had left, after step {status.world.committed_step})"
     # No member remains: as in a first world, the limits of the first node apply.
     reference = first_node(view) or status.world
     decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
     stepping = _still_stepping(view, now, policy)
     is_waiting = isinstance(decision, Wait) or stepping is not None
-    if is_waiting and not silent and _leaving(view, status):
+    if is_waiting and not silent and _are_members_here(view, status):
         # (Also together with waiting nodes: the step must be announced to the leaving ones.)
         planned, why = _can_reach_boundary(view), f"{why}; no member remains"
         empty = propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
@@ -927,6 +948,8 @@ def _without_survivors(
         return replace(empty, left_in_order=in_order)
     if isinstance(decision, Proposal) and stepping is not None:
         return stepping
+    if isinstance(decision, Proposal):
+        return replace(decision, left_in_order=has_left)
     return decision
 
 
@@ -953,6 +976,8 @@ def _still_stepping(view: View, now: float, policy: Policy) -> Wait | None:
     without members, so do nodes that were not asked to leave: they share a replica with one that
     was, or have not received that world yet. Until then they make progress, and others would begin
     without it."""
+    if (silent := _silent_leavers(view, now, policy)) is not None:
+        return silent
     is_empty = view.world is not None and not view.world.members
     ending = (NodeState.FINISHED, NodeState.FAILED)
     leavers = tuple(
@@ -963,7 +988,37 @@ def _still_stepping(view: View, now: float, policy: Policy) -> Wait | None:
     return _wait_for_workers(view, leavers, "leaving", now, policy)
 
 
-def _leaving(view: View, status: MemberStatus) -> bool:
+def _stepping_apart(view: View, status: MemberStatus, now: float, policy: Policy) -> Wait | None:
+    """Wait for leaving nodes that step in a group without a survivor: those that have joined since
+    must not start beside it."""
+    survivors = {n.node.node_id: n.node for n in status.survivors}
+    apart = []
+    for n in _running(view):
+        running, ids = n.node.running, group_of(n.node.running)
+        if ids is None:  # only its name is known
+            ids = tuple(i for i, node in survivors.items() if node.running == running)
+        if n.node.state is NodeState.LEAVING and survivors and survivors.keys().isdisjoint(ids):
+            apart.append(n)
+    return _wait_for_workers(view, apart, "leaving", now, policy)
+
+
+def _silent_leavers(view: View, now: float, policy: Policy) -> Wait | None:
+    """Wait for nodes that were leaving when their leases ended. One that has left says so in a
+    record without a lease; of the others, nobody knows whether their workers have stopped."""
+    leaving = {m.node_id for m in view.world.leaving} if view.world is not None else set()
+    silent = [m for m in view.missing if m.member.node_id in leaving and m.may_step]
+    until_s = max((m.last_sign_s for m in silent), default=-math.inf) + policy.takeover_s
+    if now >= until_s:
+        return None
+    who = listed([m.member.name for m in silent])
+    reason = (
+        f"the workers of {who} were leaving when the leases expired, and may still run; "
+        f"taken over {policy.takeover_s:g} s after the last sign"
+    )
+    return Wait(reason=reason, until_s=until_s)
+
+
+def _are_members_here(view: View, status: MemberStatus) -> bool:
     """Whether members that are leaving still respond. Recording their departure now spares the
     next start the wait for nodes that no longer respond."""
     members = set(status.world.node_ids)

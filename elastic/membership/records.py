@@ -173,7 +173,7 @@ class Keys:
 # or missing field or a value of the wrong type raises a :class:`RecordError` that names the key: a
 # newer library's record must stop an older agent with an error message, not in a crash loop.
 
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 
 # etcd accepts values up to 1.5 MiB, and so do proxies and the liveness connection up to 1 MiB. Ids
 # and addresses shrink to about a tenth: the world of 10,000 nodes takes half a megabyte.
@@ -309,14 +309,22 @@ class WorldRecord(WorldIdentity):
     # Ranks that together hold one copy of the model: consecutive ones, so that a rank's replica is
     # rank // replica_size.
     replica_size: _Positive = 1
-    # Without members: all nodes were asked to leave, and have saved or reported the lost steps.
+    # Without members: all nodes were asked to leave, to save or report the lost steps before.
     left_in_order: bool = False
+    # Without members: nodes whose workers may still step in an earlier world. A key that has
+    # expired does not tell whether they have stopped, so that the world says whom to wait for.
+    leaving: tuple[Member, ...] = ()
     version: int = RECORD_VERSION
 
     @property
     def size(self) -> int:
         """Number of workers."""
         return sum(m.nproc for m in self.members)
+
+    @property
+    def tracked(self) -> tuple[Member, ...]:
+        """The nodes on whose fate the next world depends, whether or not their keys exist."""
+        return self.members + self.leaving
 
     @cached_property
     def node_ids(self) -> tuple[str, ...]:

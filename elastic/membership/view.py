@@ -69,7 +69,8 @@ class NodeView:
 
 @dataclass(frozen=True, kw_only=True)
 class MissingMember:
-    """A member of the current world whose key is missing: its lease has expired."""
+    """A member of the current world, or a node that is leaving, whose key is missing: its lease has
+    expired."""
 
     member: Member
     proved_dead: bool  # refused, or its host reports so; False: silent
@@ -79,6 +80,12 @@ class MissingMember:
     running: WorldReference | None = None  # the world that its workers ran when it was seen last
     is_overdue: bool = False  # its key exists, but it has been silent for too long
 
+    @property
+    def may_step(self) -> bool:
+        """Whether its workers may be in a group."""
+        has_stopped = self.finished or (self.is_known and self.running is None)
+        return not (self.proved_dead or has_stopped)
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
@@ -87,7 +94,7 @@ class View:
     world: WorldRecord | None
     world_since_s: float  # when the leader first saw this generation
     nodes: tuple[NodeView, ...]  # every node key, members and others, any order
-    missing: tuple[MissingMember, ...]  # members of `world` without a node key
+    missing: tuple[MissingMember, ...]  # nodes tracked by `world` without a node key
     done: Done | None = None
     quarantined: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
     quarantine_reasons: Mapping[str, str] = field(default_factory=dict)  # node_id -> in words
@@ -157,7 +164,9 @@ class Proposal:
     replica_size: int = 1  # ranks that hold the model once
     planned: bool = False  # switch at a step boundary (in-process joins and leaves)
     outside: tuple[Node, ...] = ()  # other nodes: their memory may hold the job's newest state
-    left_in_order: bool = False  # without nodes: all members of the last world were asked to leave
+    # Without nodes: all members of the last world were asked to leave. With nodes: all have left.
+    left_in_order: bool = False
+    leaving: tuple[Member, ...] = ()  # without nodes: those whose workers may still step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +229,7 @@ class MemberStatus:
     went_on: bool  # a member has run a later world than those that finished
     absent: tuple[str, ...]  # names of members that finished before they could enter this world
     failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
-    alive: frozenset[str]  # ids of all present nodes, members or not
+    in_groups: frozenset[str]  # ids of all present nodes whose workers run a world, members or not
 
     @property
     def in_process(self) -> bool:
@@ -328,12 +337,16 @@ class MemberStatus:
         if self.failure_reports or not groups or not (self.pending or self._taken_up(groups)):
             return False
         broken = {n.node.node_id for n in self.out}
-        broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
+        # (A leaving node steps until it has left.)
+        broken |= {
+            g.node_id for g in self.gone if g.cause is Cause.LOST or g.node_id not in self.in_groups
+        }
         ids = ids_in(groups)
         if ids is None:
             return False
-        # The loss of a node that was to leave with a pending plan ended the steps of the old group.
-        left = ids - self.world.id_set - self.alive
+        # If a node that was to leave with a pending plan is lost, or its workers died, the old
+        # group makes no more steps.
+        left = ids - self.world.id_set - self.in_groups
         return not left and broken.isdisjoint(ids)
 
     def _taken_up(self, groups: list[WorldReference]) -> bool:
@@ -410,7 +423,11 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         went_on=_has_gone_on(view, world),
         absent=tuple(absent),
         failure_reports=_failure_reports(view, world, running),
-        alive=frozenset(n.node.node_id for n in view.nodes if n.liveness is not Liveness.DEAD),
+        in_groups=frozenset(
+            n.node.node_id
+            for n in view.nodes
+            if n.liveness is not Liveness.DEAD and n.node.running is not None
+        ),
     )
 
 
@@ -448,6 +465,29 @@ def overdue_as_missing(view: View, now: float, policy: Policy) -> View:
     )
     nodes = tuple(n for n in view.nodes if n.node.node_id not in overdue)
     return replace(view, nodes=nodes, missing=view.missing + missing)
+
+
+def all_entered(view: View) -> View:
+    """The view of a leader whose workers have begun a step in ``view.world``: so have those of all
+    members, although some keys do not say so yet. They may be late by seconds if etcd is distant.
+
+    Without this, the loss of a node would restart all workers, as those of a script that keeps
+    none, and discard what they have trained.
+    """
+    world = view.world
+    if world is None:
+        return view
+    before = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
+
+    def entered(n: NodeView) -> NodeView:
+        node, running = n.node, n.node.running
+        is_current = node.in_process and running and running.generation >= world.generation
+        has_left = node.arrived_for >= world.generation or node.state not in before
+        if is_current or has_left or node.node_id not in world.id_set:
+            return n
+        return replace(n, node=replace(node, state=NodeState.READY, in_process=True, running=world))
+
+    return replace(view, nodes=tuple(entered(n) for n in view.nodes))
 
 
 def silent_until_s(n: NodeView, view: View, status: MemberStatus, policy: Policy) -> float:
@@ -547,7 +587,7 @@ class _Groups:
     def possible_for(self, m: MissingMember) -> tuple[frozenset[str], ...]:
         """If this leader has never seen its key, they are the current world, and the one that it
         ran when that was written."""
-        if m.proved_dead or (m.is_known and m.running is None):
+        if not m.may_step:
             return ()
         if self._is_entered:
             return (self._current,)

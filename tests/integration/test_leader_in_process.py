@@ -195,6 +195,26 @@ def test_a_record_that_the_store_refuses_does_not_keep_the_leader_from_deciding(
     assert "too large" in str(leader.status.store_problem)
 
 
+def test_workers_that_have_trained_keep_their_processes_although_a_key_is_late(
+    server: MemoryServer, start: Start
+) -> None:
+    """etcd is distant: a node dies before the leader learns that another one is ready."""
+    options = replace(OPTIONS, last_call_s=1.0)
+    nodes = [start(options=options) for _ in range(3)]
+    first = generation(server, 1)
+    for node in nodes:
+        node.enter()
+    nodes.sort(key=lambda n: n.id != eventually(lambda: leader_in(server)))
+    leader, late, victim = nodes
+    leader.ready().run(first)
+    eventually(lambda: node_in(server, leader).state is NodeState.READY)
+    eventually(lambda: all(n.is_connected() for n in nodes))
+    leader.status.stepping_generation = 1
+    victim.crash()
+    world = generation(server, 2)
+    assert (set(world.node_ids), world.mode) == ({leader.id, late.id}, "in-process")
+
+
 def test_two_reports_of_one_failure_form_one_world(server: MemoryServer, start: Start) -> None:
     nodes = trio(server, start)
     nodes[0].report(1)
@@ -522,6 +542,68 @@ def test_a_new_leader_does_not_train_beside_a_silent_member_of_an_older_world(
     eventually(lambda: [e for e in b.events if "may still run" in getattr(e, "reason", "")])
     assert world_in(server) == planned
     a.service.loop.close()
+
+
+def silence(monkeypatch: pytest.MonkeyPatch, *silent: InProcess) -> None:
+    """Their hosts do not answer any more: nothing proves that they are dead."""
+    probe, ids = liveness.probe, {node.id for node in silent}
+
+    def probe_unless_silent(host: str, port: int, node_id: str, **more: Any) -> Verdict:
+        if node_id in ids:
+            return Verdict(Liveness.SUSPECT, "silent")
+        return probe(host, port, node_id, **more)
+
+    monkeypatch.setattr(prober, "probe", probe_unless_silent)
+
+
+def test_waiting_nodes_do_not_train_beside_leaving_ones_that_lose_etcd(
+    server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All members are asked to leave at a step. Before it their leases end: the keys tell the
+    waiting nodes nothing of them, only the world does."""
+    options = replace(OPTIONS, takeover_s=300.0)
+    nodes = trio(server, start, options=options, max_nodes=3)
+    first = world_in(server)
+    members_run(server, nodes, first)
+    spares = [start(options=options, max_nodes=3) for _ in range(2)]
+    for node in nodes:
+        node.step(100, 1, step_time_s=30.0)
+        node.service.leave("SIGTERM")
+    eventually(lambda: not world_in(server).members)
+    empty = world_in(server)
+    # (Those that left before the last one may be excluded by worlds before this one.)
+    assert {m.node_id for m in empty.leaving} & {node.id for node in nodes}
+    silence(monkeypatch, *nodes)
+    for node in nodes:
+        lease = node.lease_id()
+        node.stop()
+        server.expire(lease)
+    eventually(lambda: leader_in(server) in {spare.id for spare in spares})
+    eventually(lambda: [r for s in spares for r in waits(s) if "were leaving" in r])
+    assert world_in(server) == empty
+    for node in nodes:
+        node.service.loop.close()
+
+
+def test_nodes_start_at_once_after_all_members_have_left_with_their_hosts(
+    server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pods do that are scaled to none and back: no port refuses connections."""
+    options = replace(OPTIONS, takeover_s=300.0)
+    nodes = trio(server, start, options=options)
+    members_run(server, nodes, world_in(server))
+    silence(monkeypatch, *nodes)
+    for node in nodes:
+        node.step(100, 1, step_time_s=30.0)
+        node.service.leave("SIGTERM")
+    for node in nodes:
+        node.service.close()
+    left = [node_in(server, node) for node in nodes if MemoryStore(server).get(KEYS.node(node.id))]
+    assert all(n.running is None for n in left)
+    fresh = [start(options=options) for _ in range(3)]
+    eventually(lambda: set(world_in(server).node_ids) == {node.id for node in fresh})
+    # Their records are not needed any more.
+    eventually(lambda: not any(MemoryStore(server).get(KEYS.node(node.id)) for node in nodes))
 
 
 def test_a_node_for_which_the_batch_has_no_room_waits_and_learns_why(

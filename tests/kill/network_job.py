@@ -34,13 +34,19 @@ class NetworkJob(TrainingJob):
     """
 
     def __init__(
-        self, etcd: str, folder: Path, *, takeover_s: float = 300.0, members: int | None = None
+        self,
+        etcd: str,
+        folder: Path,
+        *,
+        takeover_s: float = 300.0,
+        members: int | None = None,
+        workload: Workload = WORKLOAD,
     ) -> None:
         super().__init__(
             [etcd],
             folder,
             script=SCRIPT,
-            workload=WORKLOAD,
+            workload=workload,
             min_nodes=members or NODES - 1,
             max_nodes=members or NODES,
             conf={"lease_s": LEASE_S, "takeover_s": takeover_s},

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from kit.network.emulated import why_unavailable
 from network_job import LEASE_S, NODES, SCRIPT, SILENCE_S, WORKLOAD, NetworkJob
 from training_job import train_undisturbed
 
+from elastic.errors import Preempted
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within, measure_slowness
@@ -35,6 +37,8 @@ SHORT_S, LONG_S = 5.0, 60.0
 FOUND_WITHIN_S = SILENCE_S + 15.0
 LEFT_OUT_WITHIN_S = 6 * SILENCE_S + 45.0
 TAKEOVER_S = 20.0
+# Longer than the lease of a node and the time after which a spare campaigns, together.
+LONG_STEP_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +172,36 @@ def test_a_spare_replaces_a_member_that_only_etcd_reaches(
         assert silent.running, "and its lease is renewed"
         assert silent.name in job.registered()
         job.ledger().assert_one_world_at_a_time()
+
+
+@pytest.mark.slow
+def test_a_spare_does_not_train_beside_a_leaving_node_that_has_lost_etcd(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """The only member is asked to leave at a step. Its lease ends long before that step does, and
+    nothing but the world tells the spare that it still trains."""
+    workload = replace(WORKLOAD, step_s=LONG_STEP_S)
+    with NetworkJob(etcd.endpoint, tmp_path, members=1, workload=workload) as job:
+        (member,) = job.bring_to(1)
+        spare = job.start_node()
+        job.wait_for(lambda: spare.name in job.registered(), PATIENCE_S, "the spare's key")
+        job.wait_progress(1)  # of which the duration is known
+        member.terminate()
+        job.wait_for(lambda: not members_of(job), PATIENCE_S, "a world without members")
+        both(job, member)
+        why = "were leaving when the leases expired"
+        job.wait_event("waiting", lambda e: e["node"] == spare.name and why in e["reason"])
+        assert members_of(job) == []
+        job.network.heal()
+        assert member.wait(PATIENCE_S) == Preempted.exit_code
+        job.wait_for(lambda: members_of(job) == [spare.name], PATIENCE_S, "the spare's world")
+        job.wait_progress(1)
+        job.ledger().assert_one_world_at_a_time()
+
+
+def members_of(job: NetworkJob) -> list[str]:
+    world = job.world()
+    return [member.name for member in world.members] if world is not None else []
 
 
 @pytest.mark.soak

@@ -210,7 +210,8 @@ def _may_wait(v: View, now: float, policy: Policy) -> bool:
     if v.done is not None or adoptable(v) is not None:
         return True
     v = overdue_as_missing(v, now, policy)
-    reference = v.world or first_node(v)
+    # (A world without members does not know how many nodes a replica takes.)
+    reference = v.world if v.world is not None and v.world.members else first_node(v) or v.world
     if reference is None:
         return True
     status = classify_members(v, v.world) if v.world is not None else None

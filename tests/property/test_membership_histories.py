@@ -59,9 +59,11 @@ class Machine:
     writes_late: bool = False
     proved_dead: bool = False  # its port refuses connections
     key_until_s: float = 0.0  # the end of its lease, once it is not renewed
+    has_left_record: bool = False  # its key says that it has left, and has no lease
     since_s: float = 0.0
     silent_since_s: float | None = None
     permitted_until_s: float = math.inf  # to train
+    leaves_by_s: float = math.inf  # otherwise its agent kills the workers
 
     @property
     def renews(self) -> bool:
@@ -98,7 +100,7 @@ class Histories(RuleBasedStateMachine):
     # ── the leader's view ────────────────────────────────────────────────────────────────
 
     def has_key(self, machine: Machine) -> bool:
-        is_permanent = machine.key.state is NodeState.FINISHED
+        is_permanent = machine.key.state is NodeState.FINISHED or machine.has_left_record
         return is_permanent or machine.renews or self.now < machine.key_until_s
 
     def view(self) -> View:
@@ -114,7 +116,7 @@ class Histories(RuleBasedStateMachine):
         ]
         self.known |= {n.node.node_id: n.node for n in nodes}
         missing = []
-        for member in self.world.members if self.world else ():
+        for member in self.world.tracked if self.world else ():
             machine = self.machines[member.node_id]
             if not self.has_key(machine):
                 known = self.known.get(member.node_id)
@@ -150,8 +152,9 @@ class Histories(RuleBasedStateMachine):
         return (
             machine.process_lives
             and machine.record.running is not None
-            and machine.record.state is NodeState.STARTING
+            and machine.record.state in (NodeState.STARTING, NodeState.LEAVING)
             and self.now < machine.permitted_until_s
+            and (machine.is_frozen or self.now < machine.leaves_by_s)
         )
 
     def groups(self) -> list[WorldRecord]:
@@ -448,6 +451,26 @@ class Histories(RuleBasedStateMachine):
         machine = self.pick(number)
         if machine is not None and machine.record.state is not NodeState.FINISHED:
             self.set(machine, replace(machine.record, state=NodeState.LEAVING))
+            machine.leaves_by_s = min(machine.leaves_by_s, self.now + self.policy.leave_grace_s)
+
+    @rule(noticed=st.booleans())
+    def leaving_nodes_have_left(self, noticed: bool = True) -> None:
+        """Their workers have ended. One that cannot reach the store just ends; another one leaves a
+        record if the world still depends on it."""
+        tracked = {m.node_id for m in self.world.tracked} if self.world else set()
+        for machine in self.machines.values():
+            if machine.record.state is not NodeState.LEAVING or not machine.process_lives:
+                continue
+            machine.has_left_record = machine.acts and machine.record.node_id in tracked
+            if machine.has_left_record:
+                machine.record = replace(machine.record, running=None)
+                self.write_key(machine)
+            elif machine.acts:
+                machine.key_until_s = self.now  # deleted
+            else:
+                machine.key_until_s = max(machine.key_until_s, self.now)
+            machine.process_lives, machine.proved_dead = False, noticed
+            machine.silent_since_s = machine.silent_since_s or self.now
 
     @rule(number=st.integers(0, 8))
     def workers_finish(self, number: int) -> None:
@@ -477,6 +500,7 @@ class Histories(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Finally every live node is in the world, or too few are alive, or the job has ended."""
         self.isolated_nodes_reconnect()
+        self.leaving_nodes_have_left()
         for _ in range(12):
             if self.ended is not None:
                 return
@@ -577,3 +601,25 @@ TestSingleNodeHistories = SingleNodeHistories.TestCase
 TestFullHistories = FullHistories.TestCase
 TestReplicaHistories = ReplicaHistories.TestCase
 TestLargeReplicaHistories = LargeReplicaHistories.TestCase
+
+
+def test_finished_nodes_are_no_world_if_no_complete_replica_remains() -> None:
+    """Found by the histories: of two replicas one node is lost, and one of each finishes early."""
+    state = ReplicaHistories()
+    state.a_job_begins(members=4, steps=1)
+    state.a_node_dies(noticed=False, number=0)
+    for number in (0, 1):
+        state.workers_finish(number=number)
+    state.teardown()
+
+
+def test_a_node_that_has_joined_does_not_start_beside_leaving_ones() -> None:
+    """Found by the histories: it takes the place of one of them, and the other leaves, too."""
+    state = ReplicaHistories()
+    state.a_job_begins(members=3, steps=1)
+    state.a_node_receives_sigterm(number=1)
+    state.the_leader_decides()
+    state.a_node_receives_sigterm(number=0)
+    state.a_node_joins_and_the_others_fall_silent(die=False, elects=False)
+    state.at_most_one_world_makes_progress()
+    state.teardown()

@@ -58,7 +58,9 @@ class Machine:
     silent_since_s: float | None = None  # does not answer the leader
     is_isolated: bool = False  # neither renews its lease nor learns of new worlds
     is_frozen: bool = False  # only the thread that renews its lease runs
+    is_host_gone: bool = False  # no port refuses, and nothing proves that it is dead
     permitted_until_s: float = math.inf  # to train
+    leaves_by_s: float = math.inf  # otherwise its agent kills the workers
 
     @property
     def steps(self) -> bool:
@@ -105,7 +107,7 @@ class InProcessHistories(RuleBasedStateMachine):
             if m.has_key
         ]
         self.known |= {n.node.node_id: n.node for n in nodes}
-        gone = [m for m in self.members if not m.has_key]
+        gone = [m for m in self.tracked if not m.has_key]
         return View(
             world=self.world,
             world_since_s=self.world_since_s,
@@ -118,7 +120,7 @@ class InProcessHistories(RuleBasedStateMachine):
         )
 
     def liveness(self, machine: Machine) -> Liveness:
-        if not machine.alive:
+        if not machine.alive and not machine.is_host_gone:
             return Liveness.DEAD
         return Liveness.ALIVE if machine.silent_since_s is None else Liveness.SUSPECT
 
@@ -132,8 +134,8 @@ class InProcessHistories(RuleBasedStateMachine):
         node_id = machine.record.node_id
         known = self.known.get(node_id)
         return MissingMember(
-            member=next(m for m in self.world.members if m.node_id == node_id),
-            proved_dead=not machine.alive,
+            member=next(m for m in self.world.tracked if m.node_id == node_id),
+            proved_dead=not machine.alive and not machine.is_host_gone,
             last_sign_s=self.silent_since_s(machine) or self.now,
             finished=machine.record.state is NodeState.FINISHED,
             is_known=known is not None,
@@ -143,6 +145,11 @@ class InProcessHistories(RuleBasedStateMachine):
     @property
     def members(self) -> list[Machine]:
         return [self.machines[i] for i in self.world.node_ids] if self.world else []
+
+    @property
+    def tracked(self) -> list[Machine]:
+        """And the nodes that may still step before a world without members begins."""
+        return [self.machines[m.node_id] for m in self.world.tracked] if self.world else []
 
     # ── the leader's actions ─────────────────────────────────────────────────────────────
 
@@ -263,10 +270,14 @@ class InProcessHistories(RuleBasedStateMachine):
             group
             for group in groups.values()
             if all(
-                m.steps and m.record.running == group and self.now < m.permitted_until_s
+                m.steps and m.record.running == group and self.now < self.steps_until_s(m)
                 for m in (self.machines[i] for i in group.node_ids)
             )
         ]
+
+    def steps_until_s(self, machine: Machine) -> float:
+        by_s = math.inf if machine.is_frozen else machine.leaves_by_s
+        return min(machine.permitted_until_s, by_s)
 
     def write(self, proposal: Proposal) -> None:
         chosen = {n.node_id for n in proposal.nodes}
@@ -566,6 +577,7 @@ class InProcessHistories(RuleBasedStateMachine):
         machine = self.pick(number, steps=True)
         if machine is not None:
             self.put(machine, state=NodeState.LEAVING)
+            machine.leaves_by_s = self.now + self.policy.leave_grace_s
 
     @rule(number=NUMBER)
     def a_node_is_slow(self, number: int) -> None:
@@ -577,11 +589,19 @@ class InProcessHistories(RuleBasedStateMachine):
     def no_node_is_slow(self) -> None:
         self.slow.clear()
 
-    @rule()
-    def leaving_nodes_have_left(self) -> None:
+    @rule(with_hosts=st.booleans())
+    def leaving_nodes_have_left(self, with_hosts: bool = False) -> None:
+        """Their last steps are saved. One that cannot reach the store just ends; another one leaves
+        a record if the world still depends on it."""
         for machine in self.machines.values():
-            if machine.record.state is NodeState.LEAVING:
-                machine.alive, machine.has_key = False, False
+            if machine.record.state is not NodeState.LEAVING or not machine.alive:
+                continue
+            machine.has_key = machine.acts and machine in self.tracked
+            machine.alive, machine.is_host_gone = False, with_hosts
+            if with_hosts:
+                machine.silent_since_s = machine.silent_since_s or self.now
+            if machine.has_key:
+                self.put(machine, running=None, in_process=False, replica_start="", replica=())
 
     def dead_leases_expire(self) -> None:
         for machine in self.machines.values():
@@ -631,7 +651,7 @@ class InProcessHistories(RuleBasedStateMachine):
                     self.warm_up(machine)
             self.lead()
             self.adopt_world()
-            self.now += 10.0
+            self.now += 20.0  # in all: longer than takeover_s and leave_grace_s
         going = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
         live = [m for m in self.machines.values() if m.alive and m.record.state in going]
         finished = any(m.record.state is NodeState.FINISHED for m in self.machines.values())
@@ -704,4 +724,52 @@ def test_waiting_nodes_start_once_all_members_have_left() -> None:
     state.the_job_proceeds(enters=True, seconds=2.0)
     state.at_most_one_world_makes_progress()
     assert state.world.members
+    state.teardown()
+
+
+def test_waiting_nodes_do_not_start_beside_leaving_ones_that_lose_the_store() -> None:
+    """Found by the histories: all members get SIGTERM, and lose the store before they have left."""
+    state = ReplicaHistories()
+    state.a_job_runs(members=2, candidates=1)
+    for _ in range(2):
+        state.a_node_receives_sigterm(number=0)
+    for _ in range(2):
+        state.a_node_joins_and_the_others_are_isolated(elects=False)
+        state.at_most_one_world_makes_progress()
+    state.teardown()
+
+
+def test_waiting_nodes_start_at_once_when_the_leaving_ones_left_with_their_hosts() -> None:
+    state = InProcessHistories()
+    state.a_job_runs(members=2, candidates=0)
+    for _ in range(2):
+        state.a_node_receives_sigterm(number=0)
+    state.the_leader_decides()
+    state.leaving_nodes_have_left(with_hosts=True)
+    state.a_new_leader_is_elected()
+    for _ in range(2):
+        state.a_node_arrives(warm=False)
+    state.the_job_proceeds(seconds=state.policy.last_call_s, enters=False)
+    assert state.world is not None and state.world.node_ids == ("id-n3", "id-n4")
+
+
+def test_no_boundary_is_announced_in_a_group_that_an_excluded_nodes_workers_have_left() -> None:
+    """Found by the histories: they die before the switch to the world without them."""
+    state = SingleNodeHistories()
+    state.a_job_runs(members=4, candidates=1)
+    state.a_node_is_slow(number=2)
+    state.the_leader_decides()
+    state.a_node_receives_sigterm(number=3)
+    state.one_worker_dies_and_is_replaced(builds=False, number=2, warm=False)
+    state.the_leader_decides()
+    state.teardown()
+
+
+def test_no_boundary_is_announced_in_a_group_that_a_leaving_node_has_left() -> None:
+    """Found by the histories: it left without a world that was announced to it."""
+    state = ReplicaHistories()
+    state.a_job_runs(members=2, candidates=0)
+    state.a_node_receives_sigterm(number=0)
+    state.leaving_nodes_have_left(with_hosts=True)
+    state.the_leader_decides()
     state.teardown()

@@ -101,7 +101,32 @@ def test_the_record_of_a_finished_node_is_not_polled() -> None:
     roster.put(ended, 0, now=1.0)
     roster.settle(ID, REFUSED, 2.0)
     assert roster.silent() == ()
-    assert roster.finished_and_gone() == (ID,)
+    assert roster.ended_and_gone() == (ID,)
+
+
+def test_the_record_of_a_node_that_has_left_is_not_polled_and_proves_its_departure() -> None:
+    roster = Roster(KEYS, Connections())
+    leaving = node("n1", NodeState.LEAVING, running=WORLD)
+    roster.put(leaving, 7, now=1.0)
+    roster.settle(ID, SILENT, 2.0)
+    assert (roster.silent(), roster.ended_and_gone()) == ((ID,), ())
+    roster.put(replace(leaving, running=None), 0, now=3.0)
+    roster.settle(ID, SILENT, 4.0)
+    assert (roster.silent(), roster.ended_and_gone()) == ((), (ID,))
+
+
+def test_a_new_leader_probes_the_nodes_that_may_still_leave() -> None:
+    empty = replace(WORLD, members=(), leaving=WORLD.members[:1])
+    roster = Roster(KEYS, Connections())
+    roster.suspect_members_without_key(empty, 1.0)
+    roster.forget_non_members(empty)
+    assert roster.unsettled() == {ID}
+    roster.settle(ID, SILENT, 2.0)
+    view = roster.view(empty, 0.0, done=None, quarantined={})
+    assert [m.may_step for m in view.missing] == [True]
+    roster.settle(ID, GONE, 3.0)
+    view = roster.view(empty, 0.0, done=None, quarantined={})
+    assert [m.may_step for m in view.missing] == [False]
 
 
 def test_answers_without_a_key_are_no_sign_of_permitted_workers() -> None:

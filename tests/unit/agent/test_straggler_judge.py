@@ -191,7 +191,7 @@ def test_nothing_is_judged_when_turned_off() -> None:
         (b'"steps":10', b'"steps":0', "steps=0"),
         (b'"data_s":0.01', b'"data_s":-1.0', "data_s=-1"),
         (b'"samples":80', b'"samples":"80"', "samples='80'"),
-        (b'"version":2', b'"version":3', "version 3"),
+        (b'"version":3', b'"version":4', "version 4"),
     ],
 )
 def test_an_invalid_record_is_rejected(old: bytes, new: bytes, expected: str) -> None:

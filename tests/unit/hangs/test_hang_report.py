@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from elastic.hangs.report import HangReport, ReportFolder
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
@@ -57,3 +60,17 @@ def test_the_reports_of_a_rank_that_hangs_again_and_again_are_bounded(tmp_path: 
     assert "hang-n1-rank0-generation79.json" in names
     assert len(names) == 50
     assert (tmp_path / "hang-n2-rank0-generation1.json").exists()
+
+
+def test_agents_without_a_folder_for_reports_do_not_fill_the_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start of an agent that fails writes its timeline into a new folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = tmp_path / "elastic-reports-link", tmp_path / "mine"
+    others[1].mkdir()
+    others[0].symlink_to(others[1])
+    pages = [ReportFolder(None).write_page("failure-timeline", f"{i}")[0] for i in range(60)]
+    assert Path(pages[-1]).read_text() == "59\n"
+    assert len(list(tmp_path.glob("elastic-reports-*/*.txt"))) == 50
+    assert all(path.exists() for path in others)

@@ -830,3 +830,45 @@ def test_a_job_whose_nodes_have_failed_does_not_start_over() -> None:
     last = replace(world("n1", "n2"), committed_step=40)
     failed = in_state("n1", NodeState.FAILED), in_state("n2", NodeState.LEAVING)
     assert not proposal(view(last, *failed)).left_in_order
+
+
+def left_by(*names: str, committed_step: int | None = None) -> WorldRecord:
+    """A world without members, written while the workers of these nodes stepped."""
+    last = replace(world(*names), committed_step=committed_step)
+    leaving = [seen(node(n, NodeState.LEAVING, running=last)) for n in names]
+    p = proposal(view(last, *leaving))
+    assert p.nodes == ()
+    return world_of(p, last, nonce="0", time_s=0.0)
+
+
+def test_waiting_nodes_do_not_start_while_leaving_ones_may_step() -> None:
+    """Their leases end while they cannot reach etcd: their keys do not tell whether they left."""
+    empty = left_by("n1", "n2")
+    assert [m.name for m in empty.leaving] == ["n1", "n2"]
+    waiting = arrived("n3"), arrived("n4")
+    silent = [replace(missing(n), is_known=False) for n in ("n1", "n2")]
+    w = wait(view(empty, *waiting, gone=silent))
+    assert "n1, n2 were leaving when the leases expired" in w.reason
+    assert w.until_s == NOW - 5 + POLICY.takeover_s
+    assert named(proposal(view(empty, *waiting, gone=silent), now=w.until_s)) == ["n3", "n4"]
+
+
+def test_waiting_nodes_start_at_once_when_the_leaving_ones_have_left_or_died() -> None:
+    empty = left_by("n1", "n2")
+    waiting = arrived("n3"), arrived("n4")
+    left = suspect(in_state("n1", NodeState.LEAVING))  # its host does not answer any more
+    dead_one = missing("n2", proved_dead=True)
+    assert named(proposal(view(empty, left, *waiting, gone=[dead_one]))) == ["n3", "n4"]
+
+
+def test_a_job_may_start_over_only_if_the_nodes_that_were_to_leave_have_left() -> None:
+    """One that dies before has perhaps not saved."""
+    empty = left_by("n1", "n2", committed_step=40)
+    waiting = arrived("n3"), arrived("n4")
+    left = [in_state(n, NodeState.LEAVING) for n in ("n1", "n2")]
+    in_order = proposal(view(empty, *left, *waiting))
+    assert "all nodes had left, after step 40" in in_order.reason
+    assert world_of(in_order, empty, nonce="1", time_s=0.0).committed_step is None
+    died = missing("n2", proved_dead=True)
+    restarted = proposal(view(empty, left[0], *waiting, gone=[died]))
+    assert world_of(restarted, empty, nonce="1", time_s=0.0).committed_step == 40

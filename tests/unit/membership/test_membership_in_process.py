@@ -22,7 +22,7 @@ from kit.membership_nodes import (
 
 from elastic.membership.decision import decide, waiting_nodes
 from elastic.membership.records import FailureReport, NodeState, Outcome, WorldRecord
-from elastic.membership.view import End, MissingMember, NodeView, View
+from elastic.membership.view import End, MissingMember, NodeView, View, all_entered
 from elastic.wire.messages import Cause, WorldReference, WorldState
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")
@@ -578,3 +578,31 @@ def test_nodes_are_found_by_id_and_not_compared_with_each_other(
     )
     failed = seen(node("n2", arrived_for=7, failure="ValueError", limits=(2, 50)))
     assert len(proposal(view(group, running[0], failed, *running[2:])).nodes) == 39
+
+
+@pytest.mark.parametrize("state", [NodeState.ARRIVED, NodeState.STARTING])
+def test_members_that_have_trained_are_not_restarted_because_their_keys_are_late(
+    state: NodeState,
+) -> None:
+    """The leader's workers have begun a step, which takes those of all members."""
+    first = world("n1", "n2", "n3")
+    is_started = state is NodeState.STARTING
+    late = seen(node("n2", state, running=first if is_started else None, arrived_for=6))
+    lost = missing("n3", proved_dead=True)
+    v = view(first, ready("n1", first), late, gone=[lost])
+    assert proposal(v).mode == "restart"
+    p = proposal(all_entered(v))
+    assert (named(p), p.mode) == (["n1", "n2"], "in-process")
+
+
+def test_a_member_whose_workers_have_ended_is_not_taken_for_one_with_a_late_key() -> None:
+    first = world("n1", "n2", "n3")
+    ended = [
+        seen(node("n2", NodeState.ARRIVED, arrived_for=7)),
+        seen(node("n2", NodeState.STARTING, arrived_for=7)),
+        seen(node("n2", NodeState.LEAVING, running=first)),
+        seen(node("n9", NodeState.ARRIVED)),
+    ]
+    for n in ended:
+        v = view(first, ready("n1", first), n)
+        assert all_entered(v) == v

@@ -128,6 +128,7 @@ WORLD = {
     "committed_step": None,
     "replica_size": 2,
     "left_in_order": False,
+    "leaving": [],
     "library": "0.1.0",
     "tls": True,
     "outside": [{"node_id": "cd", "name": "n2", "host": "10.0.0.2", "port": 4712}],
