@@ -5,7 +5,6 @@ others change worlds once, immediately, and every account names that rank and it
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 from job_series import JobSeries, StartSeries
@@ -15,7 +14,6 @@ from elastic.report.model import report_of
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.telemetry.reader import merge, read_folder
 from elastic.testing.node import LocalNode, worker_pids
-from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

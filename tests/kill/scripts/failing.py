@@ -1,4 +1,4 @@
-"""A training loop with data workers, an evaluation and a callback, which fails on order in one of them.
+"""A training loop with data workers, an evaluation and a callback, which fails there on order.
 
 A file ``fail-PLACE`` with the name of a node is an order: that node's worker takes it (by deleting
 the file). Its process then exists until the file ``may-end`` does, as with loggers that flush.
