@@ -366,6 +366,8 @@ class Assignment(WorldIdentity, GroupSpec):
     switch_at_step: int | None  # the first step in this world; None: switch at once
     state: WorldState
     committed_step: int | None  # a lower bound: if set, training must not start from zero
+    # Not 0: a smaller world follows if the script's limit is at least this, and less than the size.
+    shrinks_from: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

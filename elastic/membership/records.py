@@ -332,6 +332,19 @@ class WorldRecord(WorldIdentity):
         """1 if each node has complete replicas."""
         return nodes_per_replica(self.replica_size, self.members[0].nproc) if self.members else 1
 
+    @property
+    def shrinks_from(self) -> int:
+        """The smallest limit of its ranks for which a smaller world replaces this one before it
+        trains; 0: none does, because workers of an earlier world have the state.
+
+        Only the workers know how many ranks can split their batches, once they have started.
+        """
+        if self.cause not in (Cause.FIRST, Cause.TAKEOVER) or not self.members:
+            return 0
+        per_replica = self.nodes_per_replica
+        nodes = -(-max(1, self.min_nodes) // per_replica) * per_replica
+        return nodes * max(m.nproc for m in self.members)
+
     def first_rank_of(self, node_id: str) -> int:
         """Global rank of the node's local rank 0. Raises KeyError if it is not a member."""
         rank = 0

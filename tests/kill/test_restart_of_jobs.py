@@ -110,3 +110,18 @@ def test_a_cleaner_of_the_folder_for_temporary_files_costs_no_node(
         nodes[1].kill_worker()
         job.wait_training(nodes=2, after_generation=generation)
         assert job.running == nodes
+
+
+@pytest.mark.slow
+def test_the_first_world_has_no_more_ranks_than_a_batch_has_samples(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    few = Workload(samples=40, batch=2, epochs=3)
+    with TrainingJob([etcd.endpoint], tmp_path, workload=few, min_nodes=2, max_nodes=3) as job:
+        nodes = job.start_nodes(3)
+        job.wait_training(nodes=2)
+        world = job.world()
+        assert world is not None and len(world.members) == 2
+        job.hurry()
+        assert {node.wait(PATIENCE_S) for node in nodes} == {0}, job.report()
+        assert job.journaled("worker-died") == []
