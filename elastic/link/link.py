@@ -302,8 +302,7 @@ class SigtermAsk:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderAsk:
-    """Worker: its checkpoint folder is relative, and this is its working folder. Which one is the
-    job's?"""
+    """Worker: this is its checkpoint folder. Which one is the job's?"""
 
     folder: str
 
@@ -408,7 +407,7 @@ class SigtermAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderAnswer:
-    """Agent: the working folder of the job, that of its first worker with a relative folder."""
+    """Agent: the checkpoint folder of the job's first worker."""
 
     folder: str
 

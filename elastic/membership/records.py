@@ -160,8 +160,8 @@ class Keys:
         return f"{self.root}secret"
 
     @property
-    def working_folder(self) -> str:
-        return f"{self.root}working_folder"
+    def checkpoint_folder(self) -> str:
+        return f"{self.root}checkpoint_folder"
 
 
 # ----------------------------------------------------------------------------
@@ -551,8 +551,8 @@ class Secret:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkingFolder:
-    """Key ``working_folder``: to which a relative checkpoint folder of this run is relative."""
+class JobFolderRecord:
+    """Key ``checkpoint_folder``: the folder of the run's first worker that saves checkpoints."""
 
     folder: str  # absolute
     version: int = RECORD_VERSION
@@ -571,7 +571,7 @@ Record = (
     | Profile
     | Done
     | Secret
-    | WorkingFolder
+    | JobFolderRecord
 )
 R = TypeVar("R", bound=Record)
 

@@ -71,11 +71,12 @@ def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
     job.assert_finishes_whole(undisturbed)
 
 
+@pytest.mark.parametrize("absolute", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_script_that_changes_its_folder_at_each_start_continues_in_the_job_s_folder(
-    etcd: EmbeddedEtcd, tmp_path: Path, workload: Workload
+    etcd: EmbeddedEtcd, tmp_path: Path, workload: Workload, absolute: str
 ) -> None:
-    script = SCRIPTS / "changing_folder.py"
-    with TrainingJob([etcd.endpoint], tmp_path, script=script, workload=workload) as job:
+    script, env = SCRIPTS / "changing_folder.py", {"ABSOLUTE": absolute}
+    with TrainingJob([etcd.endpoint], tmp_path, script=script, workload=workload, env=env) as job:
 
         def checkpoint_folders() -> list[Path]:
             return list((tmp_path / "outputs").glob("*/checkpoints"))
@@ -91,7 +92,7 @@ def test_a_script_that_changes_its_folder_at_each_start_continues_in_the_job_s_f
         starts = [s for s in job.ledger().starts if s.generation > before.last_generation]
         assert min(s.step for s in starts) >= saved[0].step
         (folder,) = checkpoint_folders()
-        assert f"using {folder}" in job.report()
+        assert f"using {folder}." in job.report()
 
 
 @pytest.mark.slow
