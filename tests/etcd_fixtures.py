@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -9,10 +10,12 @@ from typing import TypeVar
 
 import pytest
 
+from elastic.errors import StoreFull
 from elastic.store.client import EtcdConfig, parse_endpoints
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.store.etcd import EtcdStore
 from elastic.store.keyvalue import Deleted, Disconnected, Put, Reconnected, Reset, WatchEvent
+from elastic.testing.waiting import eventually
 
 PATIENCE_S = 90.0  # for things that take milliseconds; noisy machines are slow
 T = TypeVar("T")
@@ -51,6 +54,31 @@ def connect() -> Iterator[Callable[..., EtcdStore]]:
     yield open_store
     for store in stores:
         store.close()
+
+
+class SmallEtcd(EmbeddedEtcd):
+    """Is full after a few writes."""
+
+    def _command(self) -> list[str]:
+        return [*super()._command(), f"--quota-backend-bytes={1 << 20}"]
+
+
+def fill_etcd(store: EtcdStore) -> None:
+    """Write to a :class:`SmallEtcd` until it refuses. Raises StoreFull."""
+    for number in range(100):
+        store.put(f"/fill/{number}", b"x" * (128 << 10))
+
+
+def wait_alarm(store: EtcdStore) -> None:
+    """Fill a :class:`SmallEtcd` until it has raised its alarm: on a slow disk it may refuse a
+    write, and not manage to raise the alarm with it. Small writes are accepted until then."""
+
+    def raises_its_alarm() -> bool:
+        with contextlib.suppress(StoreFull):
+            fill_etcd(store)
+        return "NOSPACE" in store.alarms()
+
+    eventually(raises_its_alarm, "the alarm of a full etcd")
 
 
 class Recorder:

@@ -23,12 +23,12 @@ from elastic.errors import (
 from elastic.hangs.page import RankStepTimes, StepDurations
 from elastic.membership.records import (
     Done,
+    JobFolderRecord,
     Keys,
     Node,
     NodeState,
     NodeStepTimes,
     Secret,
-    WorkingFolder,
     WorldRecord,
     decode,
     encode,
@@ -103,8 +103,8 @@ def _stored(store: KeyValue, keys: Keys, proposed: SecretKey) -> SecretKey:
 
 
 class JobFolder:
-    """The working folder of the job's first worker with a relative checkpoint folder: the others
-    and later ones use it, too, since a script may change its folder at each start (as Hydra does).
+    """The checkpoint folder of the job's first worker: the others and later ones use it, too, since
+    a script may choose another one at each start (as with Hydra, or by the time).
 
     Used by the node's thread only.
     """
@@ -125,14 +125,14 @@ class JobFolder:
 
     @staticmethod
     def _stored(store: KeyValue, keys: Keys, proposed: str) -> str:
-        key = keys.working_folder
+        key = keys.checkpoint_folder
         entry = store.get(key)
         if entry is None:
-            record = encode(WorkingFolder(folder=proposed))
+            record = encode(JobFolderRecord(folder=proposed))
             if store.compare_and_swap(key, record, expected_revision=0) is not None:
                 return proposed
             entry = store.get(key)
-        return proposed if entry is None else decode(WorkingFolder, key, entry.value).folder
+        return proposed if entry is None else decode(JobFolderRecord, key, entry.value).folder
 
 
 def _broken(key: str, what: str) -> RecordError:

@@ -144,6 +144,7 @@ def assign(at: NodeContext, world: WorldRecord, worker: Worker) -> Assignment | 
         switch_at_step=world.switch_at_step,
         state=world.state,
         committed_step=world.committed_step,
+        shrinks_from=world.shrinks_from,
     )
 
 

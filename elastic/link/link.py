@@ -302,8 +302,7 @@ class SigtermAsk:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderAsk:
-    """Worker: its checkpoint folder is relative, and this is its working folder. Which one is the
-    job's?"""
+    """Worker: this is its checkpoint folder. Which one is the job's?"""
 
     folder: str
 
@@ -366,6 +365,8 @@ class Assignment(WorldIdentity, GroupSpec):
     switch_at_step: int | None  # the first step in this world; None: switch at once
     state: WorldState
     committed_step: int | None  # a lower bound: if set, training must not start from zero
+    # Not 0: a smaller world follows if the script's limit is at least this, and less than the size.
+    shrinks_from: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,7 +407,7 @@ class SigtermAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderAnswer:
-    """Agent: the working folder of the job, that of its first worker with a relative folder."""
+    """Agent: the checkpoint folder of the job's first worker."""
 
     folder: str
 

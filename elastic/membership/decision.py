@@ -403,6 +403,8 @@ class SurvivingWorld:
             return stepping
         if self.world.state is WorldState.PAUSED:
             return self._after_pause(candidates)
+        if (smaller := self._without_surplus()) is not None:
+            return smaller
         if not self.status.changed and not candidates.eligible:
             return self._steady(candidates)
         if (until_s := settling_until_s(self.view, self.status, self.now, self.policy)) is not None:
@@ -515,6 +517,20 @@ class SurvivingWorld:
         nproc = max(m.nproc for m in self.world.members)
         return max(min(self.world.max_nodes, limit // nproc), len(self.status.survivors))
 
+    def _without_surplus(self) -> Proposal | None:
+        """As many members as can split their batches, if there are more in a first world: its
+        workers know that they exceed their limit, and wait for this one."""
+        status, world = self.status, self.world
+        limit = min((n.node.max_ranks for n in status.running), default=0)
+        is_waiting = status.in_process and status.unbroken and not status.changed
+        if not is_waiting or not 0 < world.shrinks_from <= limit < world.size:
+            return None
+        nproc, per_replica = max(m.nproc for m in world.members), world.nodes_per_replica
+        rest = status.survivors[: limit // nproc // per_replica * per_replica]
+        surplus = without(status.survivors, rest)
+        reason = f"{_split_among(limit)}: {self._waiting(surplus)}"
+        return self._next(rest, Cause.LEFT, reason)
+
     @property
     def _max_ranks(self) -> int:
         """As the workers report it: the smallest limit; 0: none is known."""
@@ -525,10 +541,7 @@ class SurvivingWorld:
         """Why the world has no room for further nodes."""
         if self._max_nodes == self.world.max_nodes:
             return "the world is full"
-        return (
-            f"the global batch can be split among at most {self._max_ranks} ranks: it has no room "
-            "for more nodes"
-        )
+        return f"{_split_among(self._max_ranks)}: it has no room for more nodes"
 
     def _restarts(self, arrangement: Arrangement) -> bool:
         """Whether workers that can change worlds without a restart cannot do so now."""
@@ -784,6 +797,10 @@ class SurvivingWorld:
     @staticmethod
     def _waiting(nodes: Nodes) -> str:
         return f"{names(nodes)} {verb(nodes, 'wait')}"
+
+
+def _split_among(limit: int) -> str:
+    return f"the global batch can be split among at most {limit} ranks"
 
 
 def without(nodes: Nodes, others: Nodes) -> Nodes:

@@ -160,8 +160,8 @@ class Keys:
         return f"{self.root}secret"
 
     @property
-    def working_folder(self) -> str:
-        return f"{self.root}working_folder"
+    def checkpoint_folder(self) -> str:
+        return f"{self.root}checkpoint_folder"
 
 
 # ----------------------------------------------------------------------------
@@ -339,6 +339,19 @@ class WorldRecord(WorldIdentity):
     def nodes_per_replica(self) -> int:
         """1 if each node has complete replicas."""
         return nodes_per_replica(self.replica_size, self.members[0].nproc) if self.members else 1
+
+    @property
+    def shrinks_from(self) -> int:
+        """The smallest limit of its ranks for which a smaller world replaces this one before it
+        trains; 0: none does, because workers of an earlier world have the state.
+
+        Only the workers know how many ranks can split their batches, once they have started.
+        """
+        if self.cause not in (Cause.FIRST, Cause.TAKEOVER) or not self.members:
+            return 0
+        per_replica = self.nodes_per_replica
+        nodes = -(-max(1, self.min_nodes) // per_replica) * per_replica
+        return nodes * max(m.nproc for m in self.members)
 
     def first_rank_of(self, node_id: str) -> int:
         """Global rank of the node's local rank 0. Raises KeyError if it is not a member."""
@@ -546,8 +559,8 @@ class Secret:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkingFolder:
-    """Key ``working_folder``: to which a relative checkpoint folder of this run is relative."""
+class JobFolderRecord:
+    """Key ``checkpoint_folder``: the folder of the run's first worker that saves checkpoints."""
 
     folder: str  # absolute
     version: int = RECORD_VERSION
@@ -566,7 +579,7 @@ Record = (
     | Profile
     | Done
     | Secret
-    | WorkingFolder
+    | JobFolderRecord
 )
 R = TypeVar("R", bound=Record)
 

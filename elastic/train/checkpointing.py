@@ -68,7 +68,6 @@ from elastic.train.folder import (
     WhenGiven,
     checkpoints_from,
     in_job_folder,
-    is_relative,
 )
 from elastic.train.memory import ChosenInterval, MemoryInterval, MemoryTier
 from elastic.train.order import ControlFlags, StepFlags, ask
@@ -563,10 +562,10 @@ class CheckpointManager:
         self.is_superseded, self.is_permitted = is_superseded, is_permitted
 
     def locate(self, job_folder: Callable[[str], str]) -> None:
-        """From now on, a relative folder is relative to the job's working folder: ``job_folder``
-        returns it for that of this process. Called before the first world."""
+        """From now on, use the job's folder, which ``job_folder`` returns for that of this process.
+        Called before the first world."""
         self._locate = functools.partial(in_job_folder, job_folder=job_folder)
-        if self._policy is not None and is_relative(self._policy.folder):
+        if self._policy is not None and self._locate(self._policy.folder) != self._policy.folder:
             self._open(self._policy)
 
     def amend(

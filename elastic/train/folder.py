@@ -594,42 +594,73 @@ class CheckpointFolder:
             yield storage
 
 
-def is_relative(root: checkpoints.Root) -> bool:
-    """Whether a folder depends on the working folder of the process."""
-    if isinstance(root, str) and _IN_A_STORE.match(root):
-        return False
-    storage = storage_for(root)
-    return isinstance(storage, LocalStorage) and not os.path.isabs(storage.place)
-
-
 def in_job_folder(root: checkpoints.Root, *, job_folder: Callable[[str], str]) -> checkpoints.Root:
-    """The same folder for all processes of a job: a relative one, below the working folder of the
-    job's first process, which ``job_folder`` returns for that of this one.
+    """The same folder for all processes of a job: that of its first one, which ``job_folder``
+    returns for that of this process.
 
-    A script may change its folder at each start, as under Hydra; a process that is started again
-    would find no checkpoint, and begin at step 0.
+    A script may choose another folder at each start or on each node: a relative one under Hydra,
+    one named after the time or the host. A process that is started again would find no checkpoint
+    there, and begin at step 0. This process's own folder is used if it has checkpoints, or if the
+    job's is not on this machine: nodes may mount one folder at different places.
     """
-    own = os.getcwd()
-    if not is_relative(root) or not _can_be_sent(own):
+    own = _place(root)
+    if not own or not _can_be_sent(own):
         return root
+    is_url = "://" in own
+    is_new = not is_url and _create(own)  # so that others see whether it is shared
     jobs = job_folder(own)
-    try:
-        if os.path.samefile(jobs, own):
-            return root
-    except OSError as error:  # on another machine, or removed
-        get_logger().info(
-            "the checkpoint folder %s is below the working folder %s of this process, not below "
-            "that of the job's first one, %s: %s",
-            *(_shown(root), own, jobs, reason_of(error)),
+    if jobs == own or (not is_url and _is_same_folder(jobs, own)):
+        return root
+    if not is_url and not os.path.isdir(jobs):  # on another machine, or removed
+        get_logger().info("the job's checkpoint folder is %s; here it is %s", jobs, own)
+        return root
+    if _has_checkpoints(own):
+        get_logger().warning(
+            "the job began with the checkpoint folder %s; using %s, which has checkpoints, too",
+            *(jobs, own),
         )
         return root
-    place = os.path.join(jobs, storage_for(root).place)
+    if is_new:
+        with contextlib.suppress(OSError):
+            os.rmdir(own)
     get_logger().warning(
-        "the checkpoint folder %s is relative, and the working folder %s of this process is not "
-        "the one in which the job began: using %s",
-        *(_shown(root), own, place),
+        "the checkpoint folder %s of this process is not the one with which the job began: using "
+        "%s. Pass elastic.join(checkpoints=…) one folder that does not depend on start or node; "
+        "for a new job, use another --rdzv-id",
+        *(own, jobs),
     )
-    return place
+    return jobs
+
+
+def _place(root: checkpoints.Root) -> str:
+    """The absolute path or the URL of a folder; empty for a storage of the user's own."""
+    if isinstance(root, str) and _IN_A_STORE.match(root):
+        return root
+    storage = storage_for(root)
+    return os.path.abspath(storage.place) if isinstance(storage, LocalStorage) else ""
+
+
+def _create(folder: str) -> bool:
+    """Whether the folder did not exist, and does now."""
+    try:
+        os.makedirs(folder)
+    except OSError:  # it exists, or the first save reports why it cannot be created
+        return False
+    return True
+
+
+def _is_same_folder(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def _has_checkpoints(place: str) -> bool:
+    try:
+        return bool(checkpoints.list_checkpoints(place))
+    except (CheckpointError, OSError):
+        return False
 
 
 def _can_be_sent(folder: str) -> bool:

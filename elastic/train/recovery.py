@@ -254,6 +254,8 @@ class InProcess:
                 assignment = self._next()
             if isinstance(assignment, Leave):
                 self._leave_job(assignment)
+            if 0 < assignment.shrinks_from <= self._worlds.max_ranks() < assignment.size:
+                continue  # the leader replaces it by one whose ranks can split the batches
             try:
                 self._form(assignment)
             except Exception as error:

@@ -285,6 +285,7 @@ class Attempt:
             self._scope.in_retry = False
         refuse_stale_group(error)
         if not strategy.is_fault(error):
+            _refuse_single_samples(error, self._session)
             if isinstance(error, StopIteration) and self._scope.resumed_at:
                 raise _at_the_end(self._scope.resumed_at) from error
             return False
@@ -292,6 +293,27 @@ class Attempt:
         strategy.recover(error)
         self._scope.in_retry = False
         return True
+
+
+def _refuse_single_samples(error: BaseException, session: Session) -> None:
+    """Raise ConfigError if BatchNorm has failed because a rank's share of a batch is one sample."""
+    # torch/nn/functional.py, _verify_batch_size
+    is_batch_norm = isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
+    if not is_batch_norm or not session.lifecycle.has_world:
+        return
+    ranks = session.lifecycle.world.data_size
+    for plan in (loader.plan for loader in session.job.loaders.values()):
+        start, stop = plan.span(plan.steps - 1)
+        smallest = min(plan.global_batch, stop - start)
+        if smallest < 2 * ranks:
+            last = "" if smallest == plan.global_batch else f", and {smallest} in its last step"
+            raise ConfigError(
+                f"BatchNorm needs two samples: a global batch of {plan.global_batch} samples{last}"
+                f" leaves a rank with one of them in a world of {ranks} ranks",
+                hint=f"raise global_batch to at least {2 * ranks}"
+                + ", pass drop_last=True to the DataLoader" * bool(last)
+                + f", or run on at most {max(1, smallest // 2)} ranks (--nnodes)",
+            ) from error
 
 
 _ONE_FUNCTION = (

@@ -59,7 +59,7 @@ from elastic.tuning.intervals import (
 )
 from elastic.wire.messages import world_variables
 
-# A worker asks for the job's working folder again: etcd may not have answered its agent.
+# A worker asks for the job's checkpoint folder again: etcd may not have answered its agent.
 FOLDER_ASK_S = 1.0
 # Polling interval for a newer world where the thread that receives it cannot be woken.
 WORLD_LOOK_S = 0.005
@@ -403,7 +403,7 @@ class Worlds:
             return self._meeting
 
     def job_folder(self, own: str) -> str:
-        """The working folder of the job's first worker; ``own``, this process's, if it is that.
+        """The checkpoint folder of the job's first worker; ``own``, this process's, if it is that.
 
         Waits for the agent while etcd does not answer: no other folder would be right.
         """

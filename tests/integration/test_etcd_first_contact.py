@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 
 import pytest
-from etcd_fixtures import PATIENCE_S, elastic_threads
+from etcd_fixtures import PATIENCE_S, SmallEtcd, elastic_threads, fill_etcd, wait_alarm
 from etcd_proxy import CuttingProxy
 
 from elastic.errors import StoreFull, StoreTooOld, StoreUnreachable
 from elastic.store.client import load_grpc, load_rpc
 from elastic.store.embedded import EmbeddedEtcd, reserve_port
 from elastic.store.etcd import EtcdStore
-from elastic.testing.waiting import eventually
 
 Connect = Callable[..., EtcdStore]
 
@@ -121,34 +119,16 @@ def test_an_etcd_before_3_4_is_refused(
     assert "3.4" in caught.value.hint
 
 
-class SmallEtcd(EmbeddedEtcd):
-    """Is full after a few writes."""
-
-    def _command(self) -> list[str]:
-        return [*super()._command(), f"--quota-backend-bytes={1 << 20}"]
-
-
 def test_a_full_etcd_is_named_at_once_with_the_commands_that_free_it(connect: Connect) -> None:
     """It was retried for the whole limit of a call, and then "did not answer"."""
     with SmallEtcd() as etcd:
         store = connect(etcd.endpoint, connect_timeout_s=PATIENCE_S, request_timeout_s=PATIENCE_S)
 
-        def fill() -> None:
-            for number in range(100):
-                store.put(f"/fill/{number}", b"x" * (128 << 10))
-
         with pytest.raises(StoreFull, match=r"put /fill/.* etcd is full \(NOSPACE\)") as caught:
-            fill()
+            fill_etcd(store)
         assert "etcdctl alarm disarm" in caught.value.hint
 
-        def raises_its_alarm() -> bool:
-            """On a slow disk etcd may refuse a write, and not manage to raise the alarm with it: a
-            small write, such as a lease, is accepted until then."""
-            with contextlib.suppress(StoreFull):
-                fill()
-            return "NOSPACE" in store.alarms()
-
-        eventually(raises_its_alarm)
+        wait_alarm(store)
         with pytest.raises(StoreFull, match="grant a lease: etcd is full"):
             store.lease(5)
         assert store.get("/fill/0") is not None

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from etcd_fixtures import SmallEtcd, wait_alarm
 from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
@@ -196,3 +198,19 @@ def test_an_etcd_that_does_not_answer_does_not_prevent_the_last_save(tmp_path: P
             etcd.resume()
         assert newest_step(job) == 30
         assert_the_next_start_goes_on(job, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["data", "evaluation", "joining"])
+def test_a_full_etcd_does_not_prevent_the_last_save_of_three_nodes(
+    tmp_path: Path, connect: Callable[..., EtcdStore], moment: str
+) -> None:
+    """No agent can write that it leaves, nor the leader a world without all of them."""
+    with (
+        SmallEtcd(data_dir=tmp_path / "etcd") as etcd,
+        started(etcd, tmp_path, moment, 3) as job,
+    ):
+        reach(job, moment, 3)
+        wait_alarm(connect(etcd.endpoint, connect_timeout_s=PATIENCE_S))
+        leave(job, signal.SIGTERM)
+        assert newest_step(job) == COMMITTED[moment]

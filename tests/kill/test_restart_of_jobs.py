@@ -71,11 +71,12 @@ def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
     job.assert_finishes_whole(undisturbed)
 
 
+@pytest.mark.parametrize("absolute", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_script_that_changes_its_folder_at_each_start_continues_in_the_job_s_folder(
-    etcd: EmbeddedEtcd, tmp_path: Path, workload: Workload
+    etcd: EmbeddedEtcd, tmp_path: Path, workload: Workload, absolute: str
 ) -> None:
-    script = SCRIPTS / "changing_folder.py"
-    with TrainingJob([etcd.endpoint], tmp_path, script=script, workload=workload) as job:
+    script, env = SCRIPTS / "changing_folder.py", {"ABSOLUTE": absolute}
+    with TrainingJob([etcd.endpoint], tmp_path, script=script, workload=workload, env=env) as job:
 
         def checkpoint_folders() -> list[Path]:
             return list((tmp_path / "outputs").glob("*/checkpoints"))
@@ -91,7 +92,7 @@ def test_a_script_that_changes_its_folder_at_each_start_continues_in_the_job_s_f
         starts = [s for s in job.ledger().starts if s.generation > before.last_generation]
         assert min(s.step for s in starts) >= saved[0].step
         (folder,) = checkpoint_folders()
-        assert f"using {folder}" in job.report()
+        assert f"using {folder}." in job.report()
 
 
 @pytest.mark.slow
@@ -110,3 +111,18 @@ def test_a_cleaner_of_the_folder_for_temporary_files_costs_no_node(
         nodes[1].kill_worker()
         job.wait_training(nodes=2, after_generation=generation)
         assert job.running == nodes
+
+
+@pytest.mark.slow
+def test_the_first_world_has_no_more_ranks_than_a_batch_has_samples(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    few = Workload(samples=40, batch=2, epochs=3)
+    with TrainingJob([etcd.endpoint], tmp_path, workload=few, min_nodes=2, max_nodes=3) as job:
+        nodes = job.start_nodes(3)
+        job.wait_training(nodes=2)
+        world = job.world()
+        assert world is not None and len(world.members) == 2
+        job.hurry()
+        assert {node.wait(PATIENCE_S) for node in nodes} == {0}, job.report()
+        assert job.journaled("worker-died") == []

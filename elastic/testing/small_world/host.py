@@ -131,7 +131,7 @@ class SmallJob:
         self._nonce = ""
         self._step = 0  # the highest step that was reported as committed
         self._failing_since_s: float | None = None
-        self._job_folder = ""  # that of the first process with a relative checkpoint folder
+        self._job_folder = ""  # of the first process that saves checkpoints
         self._problem = ""
 
     def run(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""session.py with a relative checkpoint folder, in a working folder of its own at each start, as
-under Hydra."""
+"""session.py with another checkpoint folder at each start: a relative one in a working folder of
+its own, as under Hydra, or with ``ABSOLUTE=1`` an absolute one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from session import main
 (folder,) = (arg.partition("=")[2] for arg in sys.argv if arg.startswith("--folder="))
 outputs = Path(folder, "outputs")
 outputs.mkdir(exist_ok=True)
-os.chdir(tempfile.mkdtemp(dir=outputs))
-os.environ["ELASTIC_CHECKPOINTS"] = "checkpoints"
+own = tempfile.mkdtemp(dir=outputs)
+os.chdir(own)
+absolute = os.path.join(own, "checkpoints")
+os.environ["ELASTIC_CHECKPOINTS"] = absolute if os.environ.get("ABSOLUTE") else "checkpoints"
 main()

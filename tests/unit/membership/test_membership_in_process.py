@@ -282,6 +282,26 @@ def test_a_world_does_not_grow_beyond_what_the_batch_can_be_split_among() -> Non
     assert named(proposal(view(SEVEN, *unknown))) == ["n1", "n2", "n3", "n4"]
 
 
+def test_a_first_world_shrinks_to_the_ranks_among_which_batches_can_be_split() -> None:
+    """Its workers know their limit once they have started, and do not train above it."""
+
+    def started(first: WorldRecord, limit: int) -> View:
+        nodes = [ready(name, first) for name in ("n1", "n2", "n3")]
+        return view(first, *(replace(n, node=replace(n.node, max_ranks=limit)) for n in nodes))
+
+    first = world("n1", "n2", "n3")
+    p = proposal(started(first, 2))
+    assert (named(p), p.mode, p.cause, p.planned) == (["n1", "n2"], "in-process", Cause.LEFT, False)
+    assert "split among at most 2 ranks: n3 waits" in p.reason
+    for fits in (started(first, 3), started(first, 0)):
+        wait(fits)
+    wait(started(world("n1", "n2", "n3", limits=(3, 3)), 2))  # the workers report the error
+    wait(started(replace(first, cause=Cause.LOST), 2))  # its survivors hold the state
+    early = started(first, 2)
+    starting = replace(early.nodes[2].node, state=NodeState.STARTING, in_process=False)
+    wait(replace(early, nodes=(*early.nodes[:2], replace(early.nodes[2], node=starting))))
+
+
 def test_waiting_nodes_learn_why() -> None:
     silent = suspect(ready("n4", None))
     excluded = ready("n5", None)

@@ -1,8 +1,10 @@
-"""Relative checkpoint folders are relative to one working folder for all processes of a job."""
+"""All processes of a job use one checkpoint folder, whichever their script chooses."""
 
 from __future__ import annotations
 
 import os
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from kit.memory_store import MemoryServer, MemoryStore
 from kit.run_kit import job, run_of
 
 from checkpoints import LocalStorage, Root, list_checkpoints
+from checkpoints.testing import FaultyStorage
 from elastic.agent.node import JobFolder
 from elastic.errors import RecordError
 from elastic.link.link import FolderAnswer, FolderAsk, Heartbeat, Message
@@ -54,53 +57,75 @@ def test_the_agents_restore_the_folder_after_a_wipe() -> None:
 
 def test_an_unreadable_record_is_named() -> None:
     store = MemoryStore(MemoryServer())
-    store.put(KEYS.working_folder, b"outputs")
-    with pytest.raises(RecordError, match="/elastic/job/working_folder"):
+    store.put(KEYS.checkpoint_folder, b"outputs")
+    with pytest.raises(RecordError, match="/elastic/job/checkpoint_folder"):
         JobFolder().agree(store, KEYS, "/outputs/1")
 
 
-def test_a_relative_folder_is_below_the_job_s_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    texts: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", lambda text, *a: texts.append(text % a))
+    return texts
+
+
+@pytest.mark.parametrize("form", [str, LocalStorage, "file://{}".format, os.path.relpath])
+def test_a_folder_that_changes_per_start_is_the_one_with_which_the_job_began(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: list[str],
+    form: Callable[[str], Root],
 ) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(get_logger(), "warning", lambda text, *a: warnings.append(text % a))
-    first, second = tmp_path / "1", tmp_path / "2"
-    first.mkdir()
-    second.mkdir()
-    monkeypatch.chdir(second)
+    monkeypatch.chdir(tmp_path)
+    first, second = str(tmp_path / "12:00"), str(tmp_path / "12:05")
     asked: list[str] = []
 
     def job_folder(own: str) -> str:
         asked.append(own)
-        return str(first)
+        return first
 
-    assert in_job_folder("ckpt", job_folder=job_folder) == str(first / "ckpt")
-    assert in_job_folder(LocalStorage("ckpt"), job_folder=job_folder) == str(first / "ckpt")
-    assert asked == [str(second)] * 2
-    assert str(second) in warnings[0] and f"using {first / 'ckpt'}" in warnings[0]
+    root = form(first)
+    assert in_job_folder(root, job_folder=job_folder) is root
+    assert in_job_folder(form(second), job_folder=job_folder) == first
+    assert asked == [first, second]
+    assert os.listdir(tmp_path) == ["12:00"]
+    (warning,) = warnings
+    assert second in warning and f"using {first}." in warning and "checkpoints=" in warning
 
-    (tmp_path / "same").symlink_to(second)
-    assert in_job_folder("ckpt", job_folder=lambda own: str(tmp_path / "same")) == "ckpt"
+
+def test_a_process_keeps_its_folder_if_the_job_s_is_elsewhere_the_same_or_not_needed(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    first, own = tmp_path / "1", tmp_path / "2"
     missing = str(tmp_path / "on another machine")
-    assert in_job_folder("ckpt", job_folder=lambda own: missing) == "ckpt"
-    assert len(warnings) == 2
+    assert in_job_folder(str(own), job_folder=lambda _: missing) == str(own)
+    (tmp_path / "same").symlink_to(own)
+    assert in_job_folder(str(own), job_folder=lambda _: str(tmp_path / "same")) == str(own)
+    assert not warnings
+
+    first.mkdir()
+    with run_of(Checkpoints(str(own), when=1)) as run:
+        job(run).train(stop_after=2)
+    assert in_job_folder(str(own), job_folder=lambda _: str(first)) == str(own)
+    assert "which has checkpoints, too" in warnings[-1]
 
 
-@pytest.mark.parametrize("root", ["/shared/job-1", "~/job-1", "file:///shared", "memory://jobs"])
-def test_other_addresses_are_not_asked_for(root: Root) -> None:
+def test_urls_are_compared_as_they_are() -> None:
+    first, second = (f"memory://{uuid.uuid4()}/{number}" for number in (1, 2))
+    assert in_job_folder(second, job_folder=lambda own: first) == first
+
+
+def test_a_storage_of_the_user_s_own_is_not_asked_for(tmp_path: Path) -> None:
     def job_folder(own: str) -> str:
         raise AssertionError(own)
 
-    assert in_job_folder(root, job_folder=job_folder) == root
+    root = FaultyStorage(LocalStorage(tmp_path))
+    assert in_job_folder(root, job_folder=job_folder) is root
 
 
-def test_a_worker_saves_where_its_agent_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_saves_where_its_agent_says(tmp_path: Path) -> None:
     first, own = tmp_path / "1", tmp_path / "2"
     first.mkdir()
-    own.mkdir()
-    monkeypatch.chdir(own)
     worlds = Worlds(
         abort=lambda: None,
         position=lambda: Heartbeat(generation=0, step=0, phase="", step_time_s=0.0),
@@ -110,7 +135,7 @@ def test_a_worker_saves_where_its_agent_says(
     class Agent:
         def send(self, message: Message) -> None:
             if isinstance(message, FolderAsk):
-                assert message.folder == os.getcwd()
+                assert message.folder == str(own)
                 worlds.receive(FolderAnswer(folder=str(first)))
 
         def send_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -120,7 +145,7 @@ def test_a_worker_saves_where_its_agent_says(
             pass
 
     worlds.attach(Agent())
-    with run_of(Checkpoints("ckpt", when=1), worlds=worlds) as run:
+    with run_of(Checkpoints(str(own), when=1), worlds=worlds) as run:
         job(run).train(stop_after=2)
-        eventually(lambda: list_checkpoints(first / "ckpt"), "a checkpoint")
-    assert os.listdir(own) == []
+        eventually(lambda: list_checkpoints(first), "a checkpoint")
+    assert not own.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import checkpoints
-from elastic.errors import NoWorld
+from elastic.errors import ConfigError, NoWorld
 from elastic.hangs.page import phases
 from elastic.testing.ledger import read_ledger
 from elastic.train.step import Progress, Step
@@ -332,3 +333,27 @@ def test_a_share_of_one_sample_is_too_small_for_statistics_of_a_batch(
         run.wrap(nn.Sequential(*layers))
         run.loader(DataLoader(dataset(60), batch_size=10), global_batch=global_batch)
         assert parts_of(run).session.registry.max_ranks() == most
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "hint"),
+    [
+        (1, r"at least 2, or run on at most 1 ranks"),
+        (59, r"at least 2, pass drop_last=True to the DataLoader, or run on at most 1 ranks"),
+    ],
+)
+def test_the_error_of_a_share_of_one_sample_names_batch_world_and_remedy(
+    global_batch: int, hint: str
+) -> None:
+    with process() as run:
+        model = run.wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        loader = run.loader(DataLoader(dataset(60), batch_size=60), global_batch=global_batch)
+
+        def train() -> None:
+            for x, _ in loader:
+                model(x.float()).sum().backward()
+
+        said = f"a global batch of {global_batch} .* a world of 1 ranks"
+        with pytest.raises(ConfigError, match=said) as caught:
+            run.retry(train)
+        assert re.search(hint, caught.value.hint)
