@@ -156,10 +156,10 @@ class Check:
                 raise ConfigError(
                     f"{self._script.name} calls elastic.join(mesh=…): elastic check has replicas "
                     "of one rank only",
-                    hint="if the script takes the mesh's size, check it with 1, for example "
-                    f"`elastic check {self._script.name} --shard 1`; with larger ones, run "
-                    "`elastic run --embedded-etcd --nodes-local=2 --nnodes=1:2 --nproc-per-node=N "
-                    f"{self._script.name} …`, N ranks being a replica, and kill a worker",
+                    hint="if the script takes the size of its mesh as an argument, give it 1; "
+                    "with more, start `elastic run --embedded-etcd --nodes-local=2 --nnodes=1:2 "
+                    f"--nproc-per-node=N {self._script.name} …`, N ranks being a replica, and kill "
+                    "a worker",
                 )
             self._add_failure("alone", outcome, began_s)
             return None
