@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic.doctor.examination import shared_folder
 from kit.hang_watches import hang_response, hang_watch
 from kit.journal import MemoryJournal
 from rank_facts import rank_facts
 from silent_fuse import mounted
 
-from elastic.doctor.examination import shared_folder
 from elastic.hangs import kernel
 from elastic.hangs import report as response_module
 from elastic.hangs import watch as watch_module
