@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from elastic.doctor import collectives
 from elastic.doctor.checks import Status, broken
 from elastic.doctor.collectives import Rank, gpu_findings, of_speed, verdict, wrong
 
@@ -76,3 +79,18 @@ def test_gpus_that_are_faulty_or_invisible_to_torch_are_reported() -> None:
     assert gpu_findings({**build, "gpus": 0, "has_driver": False}) == []
     (faulty,) = gpu_findings({**build, "gpu_errors": ["GPU 1: CUDA error: unspecified launch"]})
     assert faulty.status is Status.FAILED and "GPU 1" in faulty.measured
+
+
+@pytest.mark.parametrize("is_seen_by_others", [True, False])
+def test_only_a_folder_that_all_nodes_see_is_shared_and_no_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen_by_others: bool
+) -> None:
+    def everyone(value: Any) -> list[Any]:
+        return [value, is_seen_by_others] if isinstance(value, bool) else [value, value]
+
+    monkeypatch.setattr(collectives, "everyone", everyone)
+    me = replace(ME, nodes=({**NODES[0], "folder": str(tmp_path)}, NODES[1]))
+    path = collectives._shared_path(me)
+    assert [str(p) for p in tmp_path.iterdir()] == ([path] if is_seen_by_others else [])
+    lacking = replace(ME, nodes=({**NODES[0], "folder": None}, NODES[1]))
+    assert collectives._shared_path(lacking) is None
