@@ -94,9 +94,7 @@ def test_the_wheel_has_only_the_packages_with_their_data(unpacked: Path, tmp_pat
         name
         for name in files_of(unpacked)
         if name.startswith(tuple(f"{package}/" for package in PACKAGES))
-        and (
-            name.endswith((".py", "py.typed", ".json", ".yaml", ".env")) or "/templates/" in name
-        )
+        and (name.endswith((".py", "py.typed", ".json", ".yaml", ".env")) or "/templates/" in name)
     }
     assert names == expected | {"torch_elastic_harness.py"}
     assert {"elastic", "checkpoints"} <= set(PACKAGES)
