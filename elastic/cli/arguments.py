@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -54,6 +54,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f", did you mean {found[0]!r}?" if found else ""
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument that is an integer, and not less than ``least``."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return value
+
+    return number
+
+
+def add_table_or_json(parser: argparse.ArgumentParser) -> None:
+    """``-o table``, ``-o json``."""
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+
+
 # ----------------------------------------------------------------------------
 # The arguments that name a job and its etcd, for every command that needs them.
 #
@@ -81,7 +98,6 @@ def add_etcd_arguments(
     """``--rdzv-endpoint`` and ``--rdzv-conf``, for a command about all jobs."""
     parser.add_argument(
         "--rdzv-endpoint",
-        "--endpoint",
         default=environ.get("PET_RDZV_ENDPOINT"),
         metavar="HOST:PORT",
         help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT)",
@@ -95,7 +111,6 @@ def add_options_argument(
     """Add only ``--rdzv-conf``, for a command that does not connect to etcd."""
     parser.add_argument(
         "--rdzv-conf",
-        "--conf",
         default=environ.get("PET_RDZV_CONF", ""),
         metavar="KEY=VALUE,...",
         help="the agents' options, in torchrun's format: prefix, user, cacert, profile, mode, ... "

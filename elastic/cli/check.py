@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.child_interpreters import module_command
-from elastic.cli.arguments import CommandParser
+from elastic.cli.arguments import CommandParser, add_table_or_json, at_least
 from elastic.errors import SYSTEM_CLOCK, ConfigError
 
 if TYPE_CHECKING:
@@ -154,9 +154,12 @@ class Check:
         if not outcome.survivors:
             if any("replica" in worker.error for worker in outcome.workers):
                 raise ConfigError(
-                    f"{self._script.name} calls elastic.join(mesh=…): elastic check runs no "
-                    "replicas of several ranks",
-                    hint="elastic run --nodes-local 3 --embedded-etcd …, and kill workers",
+                    f"{self._script.name} calls elastic.join(mesh=…): elastic check has replicas "
+                    "of one rank only",
+                    hint="if the script takes the size of its mesh as an argument, give it 1; "
+                    "with more, start `elastic run --embedded-etcd --nodes-local=2 --nnodes=1:2 "
+                    f"--nproc-per-node=N {self._script.name} …`, N ranks being a replica, and kill "
+                    "a worker",
                 )
             self._add_failure("alone", outcome, began_s)
             return None
@@ -692,21 +695,21 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
     parser.add_argument(
         "--steps",
-        type=_at_least(2),
+        type=at_least(2),
         default=_STEPS,
         metavar="N",
         help="the number of steps of a run (default: %(default)s)",
     )
     parser.add_argument(
         "--deaths",
-        type=_at_least(0),
+        type=at_least(0),
         default=_DEATHS,
         metavar="N",
         help="the number of runs in which a rank dies (default: %(default)s)",
     )
     parser.add_argument(
         "--size",
-        type=_at_least(2),
+        type=at_least(2),
         default=_SIZE,
         metavar="N",
         help="the number of ranks (default: %(default)s)",
@@ -726,15 +729,5 @@ def parser() -> argparse.ArgumentParser:
         help="how long a run may take (default: %(default)g)",
     )
     parser.add_argument("--logs", metavar="DIR", help="keep the logs of all runs in this folder")
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    add_table_or_json(parser)
     return parser
-
-
-def _at_least(least: int) -> Any:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-        return value
-
-    return number

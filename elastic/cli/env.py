@@ -14,7 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elastic.cli.arguments import CommandParser, add_options_argument, options_of
+from elastic.cli.arguments import (
+    CommandParser,
+    add_options_argument,
+    add_table_or_json,
+    options_of,
+)
 from elastic.cli.run import node_range
 from elastic.cli.view import table_console
 from elastic.errors import ConfigError
@@ -67,7 +72,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         help="address of the leader or any other node; selects the interface on the route to it",
     )
     own.add_argument("--sources", action="store_true", help="also print the source of each value")
-    own.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    add_table_or_json(own)
     return own
 
 

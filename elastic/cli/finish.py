@@ -13,7 +13,6 @@ import queue
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     keys = Keys.of(options.prefix, run_id_of(args))
     endpoint = endpoint_of(args)
     # Check everything before the wait, which may take weeks; a dry run checks the permissions.
-    server = ApiServer.of_pod(os.environ, args.credentials)
+    server = ApiServer.of_pod(os.environ, CREDENTIALS)
     namespace = args.namespace or server.own_namespace()
     signal.signal(signal.SIGTERM, _on_sigterm)
     target = f"statefulset/{args.statefulset} in {namespace}"
@@ -156,12 +155,5 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         "--keep-failed",
         action="store_true",
         help="leave the pods of a failed job parked for inspection",
-    )
-    parser.add_argument(
-        "--credentials",
-        type=Path,
-        default=CREDENTIALS,
-        metavar="FOLDER",
-        help="folder of the service account's token, ca.crt and namespace (default: %(default)s)",
     )
     return parser

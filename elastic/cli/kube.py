@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -77,19 +76,12 @@ def parser() -> argparse.ArgumentParser:
     _add_resources(command)
     _add_access(command)
     command.add_argument(
-        "--deploy",
-        type=Path,
-        default=Path("deploy"),
-        metavar="DIR",
-        help="the project's deploy/ folder (default: ./deploy)",
-    )
-    command.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="DIR",
-        help="write a kustomization to this folder, for git and `kubectl apply -k`, instead of "
-        "printing manifests",
+        help="write a kustomization, and a copy of the manifests that it builds on, to this "
+        "folder, for git and `kubectl apply -k`, instead of printing manifests",
     )
     command.add_argument(
         "script",
@@ -197,13 +189,8 @@ def _repeated(group: argparse._ActionsContainer, flag: str, metavar: str, text: 
 # What the flags mean -----------------------------------------------------------------------------
 
 
-def overlay_of(args: argparse.Namespace, folder: Path) -> Overlay:
-    """Check everything, for a kustomization in ``folder``. Raises ConfigError."""
-    if not (args.deploy / "overlays" / args.overlay / "kustomization.yaml").is_file():
-        raise ConfigError(
-            f"--deploy={args.deploy} contains no overlays/{args.overlay}",
-            hint="name the folder deploy/ of this project's source",
-        )
+def overlay_of(args: argparse.Namespace) -> Overlay:
+    """Check everything. Raises ConfigError."""
     chosen = kube_parts.chosen(args.components, args.overlay, args.name)
     store = kube_parts.store(args.checkpoints) if args.checkpoints is not None else None
     name = _name(args.name, args.overlay)
@@ -212,7 +199,6 @@ def overlay_of(args: argparse.Namespace, folder: Path) -> Overlay:
     kube_parts.check_identity(access.account_annotations, labels)
     return Overlay(
         overlay=args.overlay,
-        deploy=os.path.relpath(args.deploy.resolve(), folder.resolve()),
         namespace=_namespace(args, "rdma" in chosen),
         name=name,
         components=(*chosen, *kube_parts.components(store, access)),
@@ -697,10 +683,10 @@ def kustomization(wanted: Overlay) -> str:
         f"namespace: {json.dumps(wanted.namespace)}",
         *([f"namePrefix: {json.dumps(f'{wanted.name}-')}"] if wanted.name else []),
         "resources:",
-        f"  - {json.dumps(f'{wanted.deploy}/overlays/{wanted.overlay}')}",
+        f"  - {json.dumps(f'{_COPY}/overlays/{wanted.overlay}')}",
         "components:",
         *(
-            f"  - {json.dumps(f'{wanted.deploy}/components/{name}')}"
+            f"  - {json.dumps(f'{_COPY}/components/{name}')}"
             for name in in_order(wanted.components, is_named=bool(wanted.name))
         ),
         *_images(wanted.image),
@@ -777,6 +763,10 @@ def _literals(wanted: Overlay) -> Iterator[tuple[str, object]]:
 # ----------------------------------------------------------------------------
 # The command: parse flags, then write a kustomization or print the rendered manifests.
 
+# deploy/ of the source, in the wheel: kustomize builds only on what is beside a kustomization.
+_MANIFESTS = Path(__file__).with_name("manifests")
+_COPY = "manifests"
+_ONLY_FOR_READERS = ("*.md", "Dockerfile*")
 # kustomize accepts any of these names, but refuses two of them in one folder.
 _OTHER_NAMES = ("kustomization.yml", "Kustomization")
 
@@ -784,25 +774,22 @@ _OTHER_NAMES = ("kustomization.yml", "Kustomization")
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic kube ARGV``; returns the exit code."""
     args = parser().parse_args(argv)
+    overlay = overlay_of(args)
     if args.output is not None:
-        overlay = overlay_of(args, args.output)
         write(args.output, overlay)
-        _warn(overlay)
         print(f"elastic: kubectl apply -k {args.output}", file=sys.stderr)
-        return 0
-    with tempfile.TemporaryDirectory(prefix="elastic-kube-") as folder:
-        overlay = overlay_of(args, Path(folder))
-        write(Path(folder), overlay)
-        sys.stdout.write(render(Path(folder)))
+    else:
+        with tempfile.TemporaryDirectory(prefix="elastic-kube-") as folder:
+            write(Path(folder), overlay)
+            sys.stdout.write(render(Path(folder)))
     _warn(overlay)
     return 0
 
 
 def write(folder: Path, overlay: Overlay) -> None:
-    """Write ``folder/kustomization.yaml``. Raises ConfigError if that fails, or if the file exists
-    and was not written by this command."""
-    target = folder / "kustomization.yaml"
-    text = kustomization(overlay)
+    """Write ``folder/kustomization.yaml``, and the manifests that it builds on. Raises ConfigError
+    if that fails, or if there are files that this command has not written."""
+    target, copy = folder / "kustomization.yaml", folder / _COPY
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output={folder} is a file", hint="name a folder with --output")
     for name in _OTHER_NAMES:
@@ -812,13 +799,18 @@ def write(folder: Path, overlay: Overlay) -> None:
                 hint="name another folder with --output",
             )
     try:
-        if target.exists() and not target.read_text(errors="replace").startswith(MARK):
-            raise ConfigError(
-                f"{target} exists and was not written by `elastic kube render`",
-                hint="name another folder with --output",
-            )
+        is_ours = target.exists() and target.read_text(errors="replace").startswith(MARK)
+        for path in (target, copy):
+            if path.exists() and not is_ours:
+                raise ConfigError(
+                    f"{path} exists and was not written by `elastic kube render`",
+                    hint="name another folder with --output",
+                )
         folder.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        target.write_text(kustomization(overlay))
+        if copy.exists():
+            shutil.rmtree(copy)  # of another version, perhaps
+        shutil.copytree(_MANIFESTS, copy, ignore=shutil.ignore_patterns(*_ONLY_FOR_READERS))
     except OSError as error:
         raise ConfigError(
             f"--output={folder} cannot be written to: {error}",
@@ -840,7 +832,7 @@ def render(folder: Path) -> str:
     if done.returncode != 0:
         raise ConfigError(
             f"{kubectl} kustomize failed: {done.stderr.strip()}",
-            hint="kubectl 1.27 or newer is needed; --deploy must name this version's deploy/",
+            hint="kubectl 1.27 or newer is needed",
         )
     return done.stdout
 

@@ -170,7 +170,6 @@ class Overlay:
     """The requested job. ``None`` keeps the overlay's value."""
 
     overlay: str
-    deploy: str  # the path of deploy/, relative to the kustomization
     namespace: str
     name: str | None = None  # set if it shares namespace and etcd with other jobs
     components: tuple[str, ...] = ()

@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn, cast
 from elastic.agent.node import machine_memory_bytes
 from elastic.child_interpreters import module_command
 from elastic.cli import arguments, bound_to_parent
-from elastic.cli.arguments import CommandParser, nearest
+from elastic.cli.arguments import CommandParser, at_least, nearest
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
 from elastic.tuning.environment import human
 from elastic.tuning.intervals import (
@@ -234,7 +234,7 @@ def build_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--nodes-local",
         "--nodes_local",
-        type=_positive,
+        type=at_least(1),
         metavar="N",
         help="start N agents on this machine, one process each",
     )
@@ -442,13 +442,6 @@ class _RunParser(CommandParser):
         found: list[Any] = super()._get_option_tuples(option_string)
         actions = {id(action) for action, *_ in found}
         return found[:1] if len(actions) == 1 else []
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
 
 
 # ----------------------------------------------------------------------------

@@ -40,15 +40,14 @@ from elastic.store.client import Endpoint, EtcdConfig
 from elastic.store.etcd import EtcdStore
 from elastic.store.keyvalue import KeyValue, Put, Reset, WatchEvent
 from elastic.tuning.environment import RUNTIME_SHM_BYTES, human
-from elastic.tuning.intervals import (
-    DOCTOR_LEASE_S,
-    DOCTOR_MIN_WAIT_S,
-)
+from elastic.tuning.intervals import DOCTOR_LEASE_S
 from elastic.tuning.network import Network, faster_interface, how_to_announce
 from elastic.tuning.options import AgentOptions
 
 # How long a probe's process is waited for after its SIGKILL: one in a hung system call never ends.
 DOCTOR_KILLED_S = 0.2
+# A result that has arrived is used even at its deadline: the shortest wait for one.
+DOCTOR_MIN_WAIT_S = 0.01
 # First contact with etcd. One call of an agent has the same limit (STORE_CALL_S).
 DOCTOR_ETCD_CONNECT_S = 5.0
 # One call to etcd, and the first event of a watch.
@@ -544,18 +543,28 @@ def of_clock(node: str, offset_s: float, bound_s: float) -> Finding:
     return ok(name, measured)
 
 
-def missing_nodes(what: str, missing: Sequence[str], within_s: float) -> Finding:
-    """Expected nodes that have not answered."""
-    return failed(
-        what,
-        f"nothing from {', '.join(missing)} within {within_s:g} s",
-        "start `elastic doctor` with the same --nnodes, --rdzv-id and --rdzv-endpoint on each node",
-    )
-
-
 def unbound(node: str, error: str) -> Finding:
     """A requested port is already in use on a node."""
     return replace(failed("ports", error, "end the process that uses it: `ss -ltnp`"), node=node)
+
+
+def broken(name: str, reason: str) -> Finding:
+    """A check that has ended its world, by the reason that the job gives for that.
+
+    >>> broken("gloo reduce", "b failed: hang: rank 1 on b is stopped; report: /tmp/x").measured
+    'b failed: hang: rank 1 on b is stopped'
+    """
+    measured = reason.partition("; report: ")[0].strip().splitlines()
+    if "SIGSTOP" in reason:
+        remedy = "continue the named process (kill -CONT), or end it and find what stopped it"
+    elif "SIGKILL" in reason:
+        remedy = "check `dmesg` and the memory limit of the named node"
+    else:
+        remedy = (
+            "open all ports between the nodes, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+            "to the interface that has the node's address"
+        )
+    return failed(name, " ".join(measured), remedy)
 
 
 # ----------------------------------------------------------------------------
@@ -942,11 +951,6 @@ def _span(seconds: float) -> str:
     if seconds >= 2 * 86400:
         return f"{seconds / 86400:.0f} days"
     return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
-
-
-def lost_etcd(error: ElasticError) -> Finding:
-    """The finding when etcd became unreachable while the nodes exchanged values."""
-    return failed("other nodes", error.message, error.hint or "check etcd")
 
 
 # ----------------------------------------------------------------------------

@@ -7,26 +7,23 @@ import contextlib
 import ipaddress
 import json
 import os
-import secrets
 import socket
 import socketserver
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.doctor import checks
 from elastic.doctor.checks import Finding, Probe, Status, failed, ok, skipped, warning
-from elastic.errors import SYSTEM_CLOCK, CoordinationError, ElasticError, NodeUnfit
+from elastic.errors import SYSTEM_CLOCK, CoordinationError, NodeUnfit
 from elastic.membership.records import Keys, Leader, Node, decode
 from elastic.store.client import Endpoint
-from elastic.store.keyvalue import Deleted, Entry, KeyValue, Put, Reset, WatchEvent
-from elastic.tuning.intervals import (
-    DOCTOR_LEASE_S,
-)
+from elastic.store.keyvalue import KeyValue
 from elastic.tuning.network import LOOPBACK, Network, configured_address, interface_towards
 from elastic.tuning.options import AgentOptions
 
@@ -90,200 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-# ----------------------------------------------------------------------------
-# Several nodes exchange values through etcd, below the run's prefix.
-#
-# All keys are on leases: those of a killed doctor expire seconds later. The first node publishes
-# the roster of participants, so that two examinations with the same id do not mix while the first
-# ends.
-
-CLOCK_ROUNDS = 5
-
-
-class MeetingFailed(ElasticError):
-    """The nodes have not found each other. ``finding`` is the row for the table."""
-
-    def __init__(self, present: list[str], expected: int, within_s: float) -> None:
-        names = ", ".join(present)
-        message = f"{len(present)} of {expected} nodes arrived within {within_s:g} s: {names}"
-        hint = (
-            "start `elastic doctor` on each node with the same --nnodes, --rdzv-id and "
-            "--rdzv-endpoint"
-        )
-        super().__init__(message, hint=hint)
-        self.finding = failed("nodes", message, hint)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Participant:
-    """A node of the examination; its place in the roster is its number."""
-
-    node_id: str  # generated for one examination
-    name: str
-    host_name: str
-    address: str
-    nproc: int
-
-
-class AllGather(Protocol):
-    """All nodes exchange one value each: ``number → value``, without missing nodes."""
-
-    def __call__(self, phase: str, value: Any, within_s: float) -> dict[int, Any]: ...
-
-
-def alone(phase: str, value: Any, within_s: float) -> dict[int, Any]:
-    """The all-gather of a single node."""
-    return {0: value}
-
-
-class Meeting:
-    """This node's part of the exchange, an AllGather: ``with Meeting(...) as m: m.join(2, 60)``."""
-
-    def __init__(self, store: KeyValue, root: str, me: Participant) -> None:
-        self._store = store
-        self._root = f"{root}doctor/meeting/"
-        self._me = me
-        self._changed = threading.Condition()
-        self._seen: dict[str, Entry] = {}  # including deleted entries
-        self._gone: set[str] = set()
-        self._session = ""
-        self.members: tuple[Participant, ...] = ()
-        self._lease = store.lease(DOCTOR_LEASE_S)
-        self._watch = store.watch([self._root], self._on_event, name="doctor-meeting")
-
-    def __enter__(self) -> Meeting:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self._watch.close()
-        self._lease.close()
-
-    @property
-    def number(self) -> int:
-        """This node's number."""
-        return [m.node_id for m in self.members].index(self._me.node_id)
-
-    # -- discovery -------------------------------------------------------------------------
-
-    def join(self, nodes: int, within_s: float) -> tuple[Participant, ...]:
-        """Wait until ``nodes`` nodes have arrived. Raises MeetingFailed, CoordinationError."""
-        ends_s = SYSTEM_CLOCK.monotonic() + within_s
-        self._put(f"nodes/{self._me.node_id}", vars(self._me))
-        found = self._wait(lambda: self._is_in_roster() or self._founds(nodes), ends_s)
-        if found and not self._is_in_roster():
-            roster = [vars(m) for m in self._present()[:nodes]]
-            self._put(f"roster/{secrets.token_hex(6)}", roster)
-            found = self._wait(self._is_in_roster, ends_s)
-        if not found:
-            raise MeetingFailed([m.name for m in self._present()], nodes, within_s)
-        return self.members
-
-    def _founds(self, nodes: int) -> bool:
-        present = self._present()
-        return len(present) >= nodes and present[0].node_id == self._me.node_id
-
-    def _present(self) -> list[Participant]:
-        prefix = f"{self._root}nodes/"
-        entries = [e for k, e in self._seen.items() if k.startswith(prefix) and k not in self._gone]
-        entries.sort(key=lambda entry: entry.mod_revision)
-        return [Participant(**json.loads(entry.value)) for entry in entries]
-
-    def _is_in_roster(self) -> bool:
-        prefix = f"{self._root}roster/"
-        with self._changed:
-            seen = dict(self._seen)
-        for key, entry in seen.items():
-            if key.startswith(prefix):
-                members = tuple(Participant(**one) for one in json.loads(entry.value))
-                if self._me in members:
-                    self._session, self.members = key.removeprefix(prefix), members
-                    return True
-        return False
-
-    # -- exchange --------------------------------------------------------------------------
-
-    def __call__(self, phase: str, value: Any, within_s: float) -> dict[int, Any]:
-        """Publish ``value`` and wait for those of the other nodes, or until they have left."""
-        self._put(f"{self._session}/{phase}/{self.number}", value)
-        keys = {n: self._key(phase, n) for n in range(len(self.members))}
-        ends_s = SYSTEM_CLOCK.monotonic() + within_s
-        self._wait(
-            lambda: all(k in self._seen or self._has_left(n) for n, k in keys.items()), ends_s
-        )
-        with self._changed:
-            return {n: json.loads(self._seen[k].value) for n, k in keys.items() if k in self._seen}
-
-    def clocks(self, within_s: float) -> dict[int, tuple[float, float]]:
-        """The offset of every node's clock from the first one's, and its error bound, in seconds.
-
-        A node requests the first one's time; both write to etcd. The first node's clock was read
-        during the round trip, so half of the round-trip time bounds the error.
-        """
-        self("clocks", None, within_s)
-        ends_s = SYSTEM_CLOCK.monotonic() + within_s
-        measured = self._answer(ends_s) if self.number == 0 else self._ask(ends_s)
-        found = self("measured clocks", measured, within_s)
-        return {n: (value[0], value[1]) for n, value in found.items() if value}
-
-    def _ask(self, ends_s: float) -> tuple[float, float] | None:
-        best: tuple[float, float] | None = None
-        for turn in range(CLOCK_ROUNDS):
-            asked = SYSTEM_CLOCK.wall()
-            began = SYSTEM_CLOCK.monotonic()
-            self._put(f"{self._session}/ask/{self.number}/{turn}", None)
-            key = f"{self._root}{self._session}/answer/{self.number}/{turn}"
-            if not self._wait(lambda key=key: key in self._seen, ends_s):  # type: ignore[misc]
-                break
-            took_s = SYSTEM_CLOCK.monotonic() - began
-            answered = float(json.loads(self._seen[key].value))
-            if best is None or took_s / 2 < best[1]:
-                best = (asked + took_s / 2 - answered, took_s / 2)
-        return best
-
-    def _answer(self, ends_s: float) -> tuple[float, float]:
-        asks = {
-            f"{self._root}{self._session}/ask/{n}/{turn}"
-            for n in range(1, len(self.members))
-            for turn in range(CLOCK_ROUNDS)
-        }
-        while asks and self._wait(lambda: bool(asks & self._seen.keys()), ends_s):
-            for key in asks & self._seen.keys():
-                rest = key.removeprefix(f"{self._root}{self._session}/ask/")
-                self._put(f"{self._session}/answer/{rest}", SYSTEM_CLOCK.wall())
-                asks.discard(key)
-            if all(self._has_left(n) for n in range(1, len(self.members))):
-                break
-        return (0.0, 0.0)
-
-    # -- parts -----------------------------------------------------------------------------
-
-    def _key(self, phase: str, number: int) -> str:
-        return f"{self._root}{self._session}/{phase}/{number}"
-
-    def _has_left(self, number: int) -> bool:
-        return f"{self._root}nodes/{self.members[number].node_id}" in self._gone
-
-    def _put(self, name: str, value: Any) -> None:
-        self._store.put(f"{self._root}{name}", json.dumps(value).encode(), lease=self._lease)
-
-    def _wait(self, condition: Callable[[], bool], ends_s: float) -> bool:
-        with self._changed:
-            left_s = max(ends_s - SYSTEM_CLOCK.monotonic(), 0.0)
-            return self._changed.wait_for(condition, left_s)
-
-    def _on_event(self, event: WatchEvent) -> None:
-        with self._changed:
-            if isinstance(event, Reset):
-                there = {entry.key: entry for entry in event.snapshot.entries}
-                self._gone |= self._seen.keys() - there.keys()
-                self._seen.update(there)
-            elif isinstance(event, Put):
-                self._seen[event.entry.key] = event.entry
-            elif isinstance(event, Deleted):
-                self._gone.add(event.key)
-            self._changed.notify_all()
 
 
 # ----------------------------------------------------------------------------
@@ -384,24 +187,27 @@ def listening_sinks(network: Network) -> Iterator[tuple[Sink, ...]]:
 
 
 def between_nodes(
-    exchange: AllGather,
-    members: Sequence[Participant],
+    by_node: Callable[[Any], dict[int, Any]],
+    names: Sequence[str],
+    addresses: Sequence[str],
     number: int,
     network: Network,
-    within_s: float,
 ) -> list[Finding]:
-    """Measure from each node to the next one; the findings are the same on all nodes."""
+    """Measure from each node to the next one; the findings are the same on all nodes.
+
+    ``by_node``: exchanges one value of each node. ``number``: of this one.
+    """
     with listening_sinks(network) as own:
-        sinks = exchange("sinks", [asdict(sink) for sink in own], within_s)
+        sinks = by_node([asdict(sink) for sink in own])
         ways: list[MeasuredPath] = []
         for turn in (0, 1):  # first from 0 to 1, from 2 to 3; then from 1 to 2, from 3 to 4
             if number % 2 == turn and number + 1 in sinks:
                 targets = [Sink(**sink) for sink in sinks[number + 1]]
                 ways += _measure(network, number + 1, targets)
-            exchange(f"bandwidth {turn}", None, within_s)
-        everyone = exchange("bandwidths", [asdict(way) for way in ways], within_s)
+            by_node(None)
+        everyone = by_node([asdict(way) for way in ways])
     measured = {n: [MeasuredPath(**way) for way in values] for n, values in everyone.items()}
-    return bandwidth_findings(members, measured)
+    return bandwidth_findings(names, addresses, measured)
 
 
 def _measure(network: Network, to: int, targets: Sequence[Sink]) -> list[MeasuredPath]:
@@ -442,7 +248,9 @@ def measure_bandwidth(address: str, port: int) -> float:
 
 
 def bandwidth_findings(
-    members: Sequence[Participant], measured: Mapping[int, Sequence[MeasuredPath]]
+    names: Sequence[str],
+    addresses: Sequence[str],
+    measured: Mapping[int, Sequence[MeasuredPath]],
 ) -> list[Finding]:
     """One finding per pair of adjacent nodes. ``measured``: by the number of the sending node."""
     reached = [
@@ -453,19 +261,20 @@ def bandwidth_findings(
     if not reached:
         return [skipped(NAME, "the nodes have only addresses of the same machine")]
     shared = set.intersection(*({n for way in ways for n in way.networks} for _, ways in reached))
-    return [_of_pair(members, number, ways, shared) for number, ways in reached]
+    return [_of_pair(names, addresses, number, ways, shared) for number, ways in reached]
 
 
 def _of_pair(
-    members: Sequence[Participant],
+    names: Sequence[str],
+    addresses: Sequence[str],
     number: int,
     ways: Sequence[MeasuredPath],
     shared: AbstractSet[str],
 ) -> Finding:
     """The finding for ``ways``, the reached paths to a node; ``shared``: networks of all pairs."""
-    other = members[ways[0].to]
-    name = f"{NAME} {members[number].name} → {other.name}"
-    used = next((way for way in ways if way.address == other.address), None)
+    other = names[ways[0].to]
+    name = f"{NAME} {names[number]} → {other}"
+    used = next((way for way in ways if way.address == addresses[ways[0].to]), None)
     best = max(ways, key=lambda way: way.bytes_per_s)
     measured = "; ".join(_shown(way, is_used=way is used) for way in ways)
     if used is not None and best.bytes_per_s >= _MUCH_FASTER * used.bytes_per_s:
@@ -473,13 +282,13 @@ def _of_pair(
     return ok(name, measured)
 
 
-def _remedy(best: MeasuredPath, other: Participant, shared: AbstractSet[str]) -> str:
+def _remedy(best: MeasuredPath, other: str, shared: AbstractSet[str]) -> str:
     if common := [network for network in best.networks if network in shared]:
         start = f"start all nodes with --rdzv-conf network={common[0]} (or ELASTIC_NETWORK)"
     else:
         start = (
             "start each node with --local-addr=ADDRESS of its faster interface "
-            f"({best.address} on {other.name})"
+            f"({best.address} on {other})"
         )
     return (
         f"{start}, for the store, state transfer, NCCL and gloo; or set "
@@ -501,6 +310,7 @@ def _shown(way: MeasuredPath, *, is_used: bool) -> str:
 # TCP between every two nodes: a port answers, and a payload larger than any MTU comes back.
 
 PAYLOAD_BYTES = 64 << 10
+_CLOCK = struct.Struct("!d")  # the wall clock of a node, when it accepts a connection
 _MAX_NAMED = 4
 
 
@@ -511,8 +321,10 @@ class ConnectionAttempt:
     to: int  # the other node's number
     address: str
     port: int
-    took_ms: float
-    error: str
+    took_ms: float = 0.0
+    error: str = ""
+    clock_s: float = 0.0  # the other node's clock minus this one's
+    clock_error_s: float = 0.0  # 0: it is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,7 +340,8 @@ class _Echo(socketserver.BaseRequestHandler):
         stream: socket.socket = self.request
         stream.settimeout(DOCTOR_PAIR_CONNECT_S)
         with contextlib.suppress(OSError):  # the other node reports it
-            stream.sendall(_receive(stream))
+            stream.sendall(_CLOCK.pack(SYSTEM_CLOCK.wall()))
+            stream.sendall(_receive(stream, PAYLOAD_BYTES))
 
 
 class _EchoServer(socketserver.ThreadingTCPServer):
@@ -582,24 +395,30 @@ def connect_to_all(targets: Sequence[tuple[int, str, int]]) -> list[ConnectionAt
 
 def _connect(to: int, address: str, port: int) -> ConnectionAttempt:
     began = SYSTEM_CLOCK.monotonic()
-    problem, took_ms = "", 0.0
+    attempt = ConnectionAttempt(to=to, address=address, port=port)
     try:
         with socket.create_connection((address, port), timeout=DOCTOR_PAIR_CONNECT_S) as stream:
-            took_ms = 1000 * (SYSTEM_CLOCK.monotonic() - began)
+            attempt = replace(attempt, took_ms=1000 * (SYSTEM_CLOCK.monotonic() - began))
+            (theirs_s,) = _CLOCK.unpack(_receive(stream, _CLOCK.size))
+            # Theirs was read at some time since this connection began: half of that is the error.
+            half_s = (SYSTEM_CLOCK.monotonic() - began) / 2
+            offset_s = theirs_s - (SYSTEM_CLOCK.wall() - half_s)
+            attempt = replace(attempt, clock_s=offset_s, clock_error_s=half_s)
             stream.sendall(bytes(PAYLOAD_BYTES))
-            _receive(stream)
+            _receive(stream, PAYLOAD_BYTES)
     except TimeoutError:
-        answers = f"connects, but {PAYLOAD_BYTES >> 10} KiB do not come back" if took_ms else ""
-        problem = answers or f"no answer within {DOCTOR_PAIR_CONNECT_S:g} s"
+        lost = f"connects, but {PAYLOAD_BYTES >> 10} KiB do not come back"
+        silent = f"no answer within {DOCTOR_PAIR_CONNECT_S:g} s"
+        return replace(attempt, error=lost if attempt.took_ms else silent)
     except OSError as error:
-        problem = error.strerror or str(error)
-    return ConnectionAttempt(to=to, address=address, port=port, took_ms=took_ms, error=problem)
+        return replace(attempt, error=error.strerror or str(error))
+    return attempt
 
 
-def _receive(stream: socket.socket) -> bytes:
+def _receive(stream: socket.socket, size: int) -> bytes:
     received = bytearray()
-    while len(received) < PAYLOAD_BYTES:
-        part = stream.recv(PAYLOAD_BYTES)
+    while len(received) < size:
+        part = stream.recv(size - len(received))
         if not part:
             raise ConnectionResetError("closed by the other node")
         received += part
@@ -659,8 +478,19 @@ def _of_broken(source: str, target: str, broken: Sequence[ConnectionAttempt]) ->
     return failed(f"TCP {source} → {target}", measured, remedy)
 
 
-def as_values(attempts: Sequence[ConnectionAttempt]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in attempts]
+def clock_findings(names: Sequence[str], attempts: dict[int, list[Any]]) -> list[Finding]:
+    """The clock of every other node against the first one's, which has connected to all."""
+    best: dict[int, ConnectionAttempt] = {}
+    for raw in attempts.get(0, []):
+        one = ConnectionAttempt(**raw)
+        if one.clock_error_s and (
+            one.to not in best or one.clock_error_s < best[one.to].clock_error_s
+        ):
+            best[one.to] = one
+    return [
+        checks.of_clock(names[to], one.clock_s, one.clock_error_s)
+        for to, one in sorted(best.items())
+    ]
 
 
 # ----------------------------------------------------------------------------

@@ -103,8 +103,6 @@ CLUSTER_BACKOFF_CAP_S = 30.0
 
 # Elastic doctor: limits of one check -----------------------------------------------------------
 
-# A result that has arrived is used even at its deadline: the shortest wait for one.
-DOCTOR_MIN_WAIT_S = 0.01
 # The lease of the keys that the checks write: they are removed even if this process is killed.
 DOCTOR_LEASE_S = 10.0
 

@@ -27,7 +27,7 @@ def render(tmp_path: Path) -> Render:
     def run(*flags: str) -> Rendered:
         if not any(f.startswith(("--image=", "--overlay=dev")) for f in flags):
             flags = (IMAGE, *flags)
-        argv = ["render", f"--deploy={DEPLOY}", f"--output={tmp_path / 'mine'}", *flags]
+        argv = ["render", f"--output={tmp_path / 'mine'}", *flags]
         assert kube.main(argv) == 0
         return Rendered("mine", kustomize(tmp_path / "mine"))
 
@@ -106,7 +106,7 @@ def test_the_printed_objects_equal_the_applied_ones(
 ) -> None:
     written = render("--nodes=2:3")
     capsys.readouterr()
-    assert kube.main(["render", f"--deploy={DEPLOY}", IMAGE, "--nodes=2:3"]) == 0
+    assert kube.main(["render", IMAGE, "--nodes=2:3"]) == 0
     assert tuple(yaml.safe_load_all(capsys.readouterr().out)) == written.objects
 
 
@@ -168,7 +168,6 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--with=node-tls", "--name=llama"), "--name=llama", "its own namespace"),
     (("--with=etcd-monitoring", "--name=llama"), "--name=llama", "overlays/shared"),
     (("--with=etcd-monitoring", "--overlay=dev"), "--overlay=dev", "omit one"),
-    (("--deploy=/nowhere",), "/nowhere", "deploy/"),
     (("--overly=prod",), "--overly", "-h"),
     # resources and placement
     (("--cpu=lots",), "--cpu='lots'", "500m"),
@@ -241,7 +240,7 @@ def test_invalid_flags_are_rejected_before_any_file_is_written(
     if flags and not any(f.startswith("--image") for f in flags) and "trainer" not in flags[0]:
         flags = (IMAGE, *flags)
     with pytest.raises(ConfigError) as error:
-        kube.main(["render", f"--deploy={DEPLOY}", f"--output={tmp_path / 'mine'}", *flags])
+        kube.main(["render", f"--output={tmp_path / 'mine'}", *flags])
     assert said in error.value.args[0]
     assert error.value.hint
     assert rule in str(error.value)
@@ -315,7 +314,7 @@ def test_an_unusable_output_folder_is_rejected(tmp_path: Path) -> None:
     def refused(output: Path) -> str:
         before = {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
         with pytest.raises(ConfigError) as error:
-            kube.main(["render", f"--deploy={DEPLOY}", IMAGE, f"--output={output}"])
+            kube.main(["render", IMAGE, f"--output={output}"])
         assert {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()} == before
         assert error.value.hint
         return str(error.value)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from etcd_certificates import Authority
 from etcd_fixtures import PATIENCE_S
-from forked_ranks import fork_ranks
+from forked_probes import fork_probes
 
 from elastic.cli.main import main
 from elastic.doctor import checks
@@ -28,7 +28,7 @@ from elastic.store.keyvalue import KeyValue
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long deadlines for a busy machine; one test sets its own."""
     monkeypatch.setattr(checks, "DOCTOR_ETCD_CALL_S", PATIENCE_S / 3)
-    fork_ranks(monkeypatch)
+    fork_probes(monkeypatch)
 
 
 @dataclass

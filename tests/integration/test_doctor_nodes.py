@@ -19,23 +19,14 @@ import psutil
 import pytest
 from etcd_fixtures import PATIENCE_S
 from etcd_proxy import CuttingProxy
-from forked_ranks import fork_ranks
 
-from elastic.doctor.checks import Status
 from elastic.doctor.collectives import OPERATIONS
-from elastic.doctor.examination import ExaminationPlan, examine
-from elastic.errors import SYSTEM_CLOCK
 from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.testing.forks.program import start_python
-from elastic.tuning.options import AgentOptions
+from elastic.testing.waiting import eventually
 
 COMMAND = (sys.executable, "-m", "elastic.cli.main", "doctor", "-o", "json")
-
-
-@pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the ranks of this process; a :class:`Node` forks its own, or starts them as usual."""
-    fork_ranks(monkeypatch)
 
 
 @dataclass
@@ -85,19 +76,20 @@ def tree(pid: int) -> list[psutil.Process]:
         return []
 
 
+def flags_of(etcd: EmbeddedEtcd, root: str, join_timeout_s: float = 2 * PATIENCE_S) -> list[str]:
+    return [
+        *(f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", "--nnodes=2"),
+        f"--rdzv-conf=prefix={root.rstrip('/')}",
+        f"--deadline={PATIENCE_S}",
+        f"--join-timeout={join_timeout_s}",
+    ]
+
+
 def test_two_nodes_check_each_other_and_report_the_same_results(
-    shared_etcd: EmbeddedEtcd, root: str, tmp_path: Path
+    shared_etcd: EmbeddedEtcd, root: str, tmp_path: Path, connect: Callable[..., EtcdStore]
 ) -> None:
     """All processes are started as in production."""
-    flags = (
-        f"--rdzv-endpoint={shared_etcd.endpoint}",
-        "--rdzv-id=job",
-        f"--rdzv-conf=prefix={root.rstrip('/')}",
-        "--nnodes=2",
-        f"--checkpoints={tmp_path}",
-        f"--deadline={PATIENCE_S}",
-        f"--join-timeout={2 * PATIENCE_S}",
-    )
+    flags = (*flags_of(shared_etcd, root), f"--checkpoints={tmp_path}")
     start = subprocess.Popen
     with node("a", *flags, start=start) as a, node("b", *flags, start=start) as b:
         reports = [a.report(), b.report()]
@@ -114,62 +106,77 @@ def test_two_nodes_check_each_other_and_report_the_same_results(
     assert found[f"checkpoint folder {tmp_path}", "a"] and found["own address", "b"]
     assert reports[0]["speeds"]
     assert list(tmp_path.iterdir()) == []
+    assert connect(shared_etcd.endpoint, connect_timeout_s=PATIENCE_S).list(root).entries == ()
 
 
-def test_a_node_stopped_during_the_checks_is_named_within_the_deadline(
-    shared_etcd: EmbeddedEtcd, root: str
+STOPS_ONCE = """
+import os, signal
+from pathlib import Path
+if os.environ.get("RANK") == "1":
+    import torch.distributed as dist
+    original = dist.gather
+    def gather(*args, **options):
+        try:
+            Path({marker!r}).touch(exist_ok=False)
+        except FileExistsError:
+            return original(*args, **options)
+        os.kill(os.getpid(), signal.SIG{how})
+    dist.gather = gather
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("STOP", "is stopped"), pytest.param("KILL", "SIGKILL", marks=pytest.mark.slow)],
+)
+def test_a_rank_lost_in_an_operation_is_named_and_the_others_continue(
+    how: str, said: str, shared_etcd: EmbeddedEtcd, root: str, tmp_path: Path
 ) -> None:
-    options = AgentOptions(prefix=root.rstrip("/"))
-    plan = ExaminationPlan(
-        options=options,
-        endpoint=shared_etcd.endpoint,
-        run_id="job",
-        nnodes=2,
-        nproc=1,
-        deadline_s=15.0,
-        join_timeout_s=2 * PATIENCE_S,
-        name="here",
-    )
-    flags = (
-        f"--rdzv-endpoint={plan.endpoint}",
-        "--rdzv-id=job",
-        f"--rdzv-conf=prefix={options.prefix}",
-        "--nnodes=2",
-        "--deadline=15",
-        f"--join-timeout={2 * PATIENCE_S}",
-    )
-    stopped_s: list[float] = []
-    with node("there", *flags) as there:
-
-        def say(text: str) -> None:
-            if text == "gloo: operations":
-                for one in tree(there.process.pid):
-                    one.send_signal(signal.SIGSTOP)
-                stopped_s.append(SYSTEM_CLOCK.monotonic())
-
-        report = examine(plan, say)
-    assert SYSTEM_CLOCK.monotonic() - stopped_s[0] < PATIENCE_S
-    failed = [f for f in report.findings if f.status is Status.FAILED]
-    assert any("there" in f.measured and "no longer answers" in f.measured for f in failed), failed
-    assert all(f.remedy for f in failed)
+    script = STOPS_ONCE.format(marker=str(tmp_path / "marker"), how=how)
+    (tmp_path / "sitecustomize.py").write_text(script)
+    flags = flags_of(shared_etcd, root)
+    start = subprocess.Popen
+    with (
+        node("a", *flags, start=start, PYTHONPATH=str(tmp_path)) as a,
+        node("b", *flags, start=start, PYTHONPATH=str(tmp_path)) as b,
+    ):
+        reports = [a.report(), b.report()]
+    assert reports[0]["findings"] == reports[1]["findings"] and not reports[0]["healthy"]
+    (failed,) = [f for f in reports[0]["findings"] if f["status"] == "failed"]
+    assert failed["name"] == "gloo gather"
+    assert f"{reports[0]['nodes'][1]} failed" in failed["measured"] and said in failed["measured"]
+    assert failed["remedy"]
+    named = {f["name"]: f["status"] for f in reports[0]["findings"]}
+    assert named["gloo new_group"] == named["gloo speed 0-1"] == "ok", "in the next world"
 
 
-def test_missing_nodes_are_reported_with_the_nodes_that_arrived(
-    shared_etcd: EmbeddedEtcd, root: str
+def test_missing_nodes_are_reported(shared_etcd: EmbeddedEtcd, root: str) -> None:
+    with node("lonely", *flags_of(shared_etcd, root, join_timeout_s=1.0)) as lonely:
+        report = lonely.report()
+    (failed,) = [f for f in report["findings"] if f["status"] == "failed"]
+    assert failed["name"] == "process group" and "join_timeout_s=1" in failed["measured"]
+    assert "start more nodes" in failed["remedy"]
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+def test_a_terminated_doctor_leaves_no_process(
+    how: signal.Signals, code: int, tmp_path: Path
 ) -> None:
-    plan = ExaminationPlan(
-        options=AgentOptions(prefix=root.rstrip("/")),
-        endpoint=shared_etcd.endpoint,
-        run_id="job",
-        nnodes=2,
-        join_timeout_s=0.5,
-        name="lonely",
-    )
-    report = examine(plan, lambda text: None)
-    missing = next(f for f in report.findings if f.name == "nodes")
-    assert missing.status is Status.FAILED
-    assert "1 of 2 nodes" in missing.measured and "lonely" in missing.measured
-    assert "--nnodes" in missing.remedy
+    with node("here", "--deadline=90", TMPDIR=str(tmp_path)) as doctor:
+        journals = tmp_path.glob
+
+        def trains() -> bool:
+            return any(
+                b'"world-entered"' in path.read_bytes()
+                for path in journals("elastic-doctor-*/journal/*.jsonl")
+            )
+
+        eventually(trains, "the job of the doctor")
+        processes = tree(doctor.process.pid)[1:]
+        doctor.process.send_signal(how)
+        assert doctor.process.wait(PATIENCE_S) == code
+        _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+    assert alive == []
 
 
 @pytest.mark.slow
@@ -213,12 +220,10 @@ def test_a_dropped_port_and_a_wrong_interface_between_machines_are_named(root: s
     assert "firewall" in broken["remedy"]
     assert {found[f"gloo {operation}"]["status"] for operation in OPERATIONS} == {"ok"}
 
-    # Connections between the machines work, but gloo publishes 127.0.0.1.
+    # gloo publishes 127.0.0.1: the job has no world.
     found = {f["name"]: f for f in wrong["findings"]}
-    assert found["TCP one → other"]["status"] == "ok"
-    assert found["gloo init env://"]["status"] == "failed" and not wrong["healthy"]
-    assert "GLOO_SOCKET_IFNAME" in found["gloo init env://"]["remedy"]
-    assert found["gloo after that"]["status"] == "skipped"
+    assert found["process group"]["status"] == "failed" and not wrong["healthy"]
+    assert "GLOO_SOCKET_IFNAME" in found["process group"]["remedy"]
 
 
 @pytest.mark.slow

@@ -68,7 +68,6 @@ _WARM_IF_INSTALLED = ("tensorboard.summary.writer.record_writer",)
 # By name: they are built on this package. Their processes are forked, too.
 _STARTERS = (
     "elastic.cli.run",
-    "elastic.doctor.collectives",
     "elastic.doctor.checks",
     "elastic.launcher.launch",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from kit.checkpoint_states import flip, same, save_all, small_state
 
 import checkpoints
+import checkpoints.tools
+from elastic.cli.checkpoints import FORMATS
 from elastic.cli.main import main
 
 
@@ -31,6 +34,20 @@ def as_json(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) ->
 
 def name_of(step: int) -> str:
     return f"step-{step:09d}.g0.aa"
+
+
+def test_help_and_usage_errors_import_no_torch() -> None:
+    code = (
+        "import sys, elastic.cli.main as m\n"
+        "try: m.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)\n"
+    )
+    for argv in (["--help"], ["ls", "--help"], ["ls", "/there/is/none"]):
+        command = [sys.executable, "-c", code, "checkpoints", *argv]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "False", argv
+    assert FORMATS == checkpoints.tools.FORMATS
 
 
 def test_ls_and_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,9 @@ import sys
 import pytest
 
 from elastic.cli import doctor
+from elastic.cli.doctor import ExaminationPlan, Report
 from elastic.cli.main import main
 from elastic.doctor.checks import Finding, Status, failed, ok, skipped, warning
-from elastic.doctor.collectives import TransferMeasurement
-from elastic.doctor.examination import ExaminationPlan, Report
 from elastic.testing.slowness import is_within
 
 REPORT = Report(
@@ -21,9 +20,7 @@ REPORT = Report(
         warning("open files limit", "1024", "ulimit -n 65536"),
         skipped("GPU", "no GPU"),
     ),
-    speeds=(
-        TransferMeasurement(backend="gloo", peer=1, size_bytes=4096, torch_ms=0.05, raw_ms=0.01),
-    ),
+    speeds=({"backend": "gloo", "peer": 1, "size_bytes": 4096, "torch_ms": 0.05, "raw_ms": 0.01},),
     nodes=("a",),
 )
 

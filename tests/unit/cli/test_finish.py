@@ -184,7 +184,8 @@ def in_a_pod(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "etcd:2379")
     monkeypatch.setenv("PET_RDZV_ID", "job-1")
-    yield api, ["finish", "--statefulset=workers", f"--credentials={api.credentials}"]
+    monkeypatch.setattr(finish, "CREDENTIALS", api.credentials)
+    yield api, ["finish", "--statefulset=workers"]
 
 
 @pytest.mark.parametrize(

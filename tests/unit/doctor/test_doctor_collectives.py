@@ -1,123 +1,96 @@
-"""Which operation hangs and which rank causes it, from the reports of all ranks."""
+"""The findings on operations, speeds and devices, from the results of all ranks."""
 
 from __future__ import annotations
 
-from elastic.doctor.checks import Finding, Status
-from elastic.doctor.collectives import (
-    ENDED,
-    RUNNING,
-    STOPPED,
-    RankOutcome,
-    Result,
-    Speed,
-    blame,
-    findings,
-    gpu_findings,
-    noted,
-    of_speed,
-)
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.doctor import collectives
+from elastic.doctor.checks import Status, broken
+from elastic.doctor.collectives import Rank, gpu_findings, of_speed, verdict, wrong
+
+NODES = ({"name": "a", "ranks": 1}, {"name": "b", "ranks": 2})
+ME = Rank(rank=0, size=3, device="cpu", nodes=NODES, node=0, is_first=True)
 
 
-def rank(number: int, **changes: object) -> RankOutcome:
-    settings: dict[str, object] = {"node": f"n{number}", "pid": 100 + number, "state": RUNNING}
-    return RankOutcome(rank=number, **{**settings, **changes})  # type: ignore[arg-type]
+def result(**changes: Any) -> dict[str, Any]:
+    return {"wrong": "", "unsupported": "", "took_ms": 1.0, **changes}
 
 
-def done(number: int, *operations: str, **changes: str) -> RankOutcome:
-    results = tuple(Result(operation=o, took_ms=1.0, **changes) for o in operations)
-    return rank(number, is_done=True, entered=len(operations), results=results)
-
-
-def only(found: list[Finding]) -> Finding:
-    assert len(found) == 1
-    return found[0]
+def test_a_corrupted_element_is_detected() -> None:
+    tensor = torch.full((1000,), 3.0)
+    assert wrong(tensor, 3) == ""
+    tensor[17] = 5.0
+    assert wrong(tensor, 3) == "1 of 1000 elements are wrong: 5, not 3"
+    assert wrong(torch.tensor([float("nan")]), 3) == "1 of 1 elements are wrong: nan, not 3"
 
 
 def test_an_operation_is_ok_wrong_or_unsupported() -> None:
-    def found(*ranks: RankOutcome) -> Finding:
-        return only(findings("gloo", ranks, ["reduce"], 9))
-
-    well = found(done(0, "reduce"), done(1, "reduce"))
-    assert (well.name, well.status) == ("gloo reduce", Status.OK)
-    lacking = [done(n, "reduce", unsupported="gloo does not support it") for n in (0, 1)]
-    assert found(*lacking).status is Status.SKIPPED
-    wrong = found(done(0, "reduce"), done(1, "reduce", wrong="3 of 1000 elements are wrong"))
-    assert wrong.status is Status.FAILED
-    assert "rank 1 (node n1, pid 101)" in wrong.measured and "3 of 1000" in wrong.measured
+    well = verdict("gloo reduce", ME, [result(), result(took_ms=4.0), result()])
+    assert (well.status, well.measured) == (Status.OK, "correct on 3 ranks, 4.0 ms")
+    lacking = [result(unsupported="gloo does not support it")] * 3
+    assert verdict("gloo reduce", ME, lacking).status is Status.SKIPPED
+    bad = [result(), result(), result(wrong="3 of 1000 elements are wrong")]
+    found = verdict("gloo reduce", ME, bad)
+    assert found.status is Status.FAILED
+    assert "rank 2 (node b)" in found.measured and "3 of 1000" in found.measured
 
 
-def test_a_stopped_rank_is_blamed_while_all_ranks_wait() -> None:
-    ranks = [
-        rank(0, entered=5, operation="all_reduce"),
-        rank(1, entered=5, operation="all_reduce", state=STOPPED),
-        rank(2, entered=5, operation="all_reduce"),
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("b failed: hang: rank 1 on b is stopped: its process is in state T (SIGSTOP)", "-CONT"),
+        ("b failed: local rank 0 was killed by SIGKILL", "dmesg"),
+        ("b failed: RuntimeError: Connection refused", "GLOO_SOCKET_IFNAME"),
+    ],
+)
+def test_a_check_that_has_ended_its_world_fails_with_the_reason(reason: str, remedy: str) -> None:
+    found = broken("gloo gather", f"{reason}; report: /tmp/hang-b.txt")
+    assert (found.status, found.measured) == (Status.FAILED, reason)
+    assert remedy in found.remedy
+
+
+def test_names_of_two_nodes_on_one_machine_differ() -> None:
+    twins = ({"name": "vm", "ranks": 1}, {"name": "vm", "ranks": 1})
+    assert Rank(rank=0, size=2, device="cpu", nodes=twins, node=0, is_first=True).names == [
+        "vm#0",
+        "vm#1",
     ]
-    reason = blame(ranks, 20)
-    assert reason == (
-        "no result within 20 s: rank 1 (node n1, pid 101) is stopped; rank 0 waits in all_reduce; "
-        "rank 2 waits in all_reduce"
-    )
-
-
-def test_a_dead_rank_is_blamed_rather_than_ranks_that_lost_a_connection() -> None:
-    ranks = [
-        rank(0, entered=5, operation="gather", error="RuntimeError: Connection closed by peer"),
-        rank(1, entered=5, operation="gather", state=ENDED, how_ended="was ended by SIGKILL"),
-    ]
-    assert blame(ranks, 20) == "rank 1 (node n1, pid 101) was ended by SIGKILL"
-
-
-def test_a_rank_that_is_behind_is_blamed_and_named_by_waiting_ranks() -> None:
-    ranks = [
-        rank(0, entered=7, operation="send/recv", peer=2),
-        rank(1, entered=7, operation="send/recv", peer=0),
-        rank(2, entered=6, operation="init tcp://"),
-    ]
-    reason = blame(ranks, 3)
-    assert "rank 2 (node n2, pid 102) is behind the others, in init tcp://" in reason
-    assert "rank 0 waits in send/recv for rank 2" in reason
-
-
-def test_the_hanging_operation_fails_and_later_ones_are_skipped() -> None:
-    ranks = [
-        rank(n, entered=2, operation="b", results=(Result(operation="a", took_ms=1.0),))
-        for n in (0, 1)
-    ]
-    found = findings("gloo", ranks, ["a", "b", "c"], 9)
-    assert [f.status for f in found] == [Status.OK, Status.FAILED, Status.SKIPPED]
-    assert "not reached" in found[2].measured
-
-
-def test_messages_of_a_rank_update_its_progress() -> None:
-    progress = rank(0)
-    for message in (
-        {"event": "entered", "operation": "send/recv", "peer": None},
-        {"event": "entered", "operation": "send/recv", "peer": 1},
-        {"event": "done", "operation": "send/recv", "wrong": "", "took_ms": 2.0},
-        {"event": "speed", "peer": 1, "size": 4, "torch_ms": 1.0, "raw_ms": 0.5},
-        {"event": "end", "group": "operations", "peak_bytes": 5},
-    ):
-        progress = noted(progress, message)
-    assert (progress.entered, progress.peer, progress.is_done) == (2, 1, True)
-    assert progress.results == (Result(operation="send/recv", took_ms=2.0),)
-    assert progress.speeds == (Speed(peer=1, size=4, torch_ms=1.0, raw_ms=0.5),)
 
 
 def test_a_slow_backend_is_a_warning_between_machines_only() -> None:
-    speeds = (
-        Speed(peer=1, size=4, torch_ms=0.1, raw_ms=0.05),
-        Speed(peer=1, size=64 << 20, torch_ms=100.0, raw_ms=10.0),
-    )
-    ranks = [rank(0, speeds=speeds)]
-    assert only(of_speed("gloo", ranks, is_one_machine=False)).status is Status.WARNING
-    assert only(of_speed("gloo", ranks, is_one_machine=True)).status is Status.OK
+    rows = [
+        {"size_bytes": 4, "torch_ms": 0.1, "raw_ms": 0.05},
+        {"size_bytes": 64 << 20, "torch_ms": 100.0, "raw_ms": 10.0},
+    ]
+    assert of_speed("gloo", 1, rows, is_one_machine=False).status is Status.WARNING
+    assert of_speed("gloo", 1, rows, is_one_machine=True).status is Status.OK
 
 
 def test_gpus_that_are_faulty_or_invisible_to_torch_are_reported() -> None:
-    build = {"gpus": 2, "gpu_errors": [], "has_driver": True, "cuda": "12.8", "torch": "2.13.0"}
+    build = {"gpus": 2, "gpu_errors": [], "has_driver": True, "CUDA": "12.8", "torch": "2.13.0"}
     assert [f.status for f in gpu_findings(build)] == [Status.OK]
-    unseen = only(gpu_findings({**build, "gpus": 0}))
+    (unseen,) = gpu_findings({**build, "gpus": 0})
     assert unseen.status is Status.WARNING and "CUDA_VISIBLE_DEVICES" in unseen.remedy
     assert gpu_findings({**build, "gpus": 0, "has_driver": False}) == []
-    broken = only(gpu_findings({**build, "gpu_errors": ["GPU 1: CUDA error: unspecified launch"]}))
-    assert broken.status is Status.FAILED and "GPU 1" in broken.measured
+    (faulty,) = gpu_findings({**build, "gpu_errors": ["GPU 1: CUDA error: unspecified launch"]})
+    assert faulty.status is Status.FAILED and "GPU 1" in faulty.measured
+
+
+@pytest.mark.parametrize("is_seen_by_others", [True, False])
+def test_only_a_folder_that_all_nodes_see_is_shared_and_no_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen_by_others: bool
+) -> None:
+    def everyone(value: Any) -> list[Any]:
+        return [value, is_seen_by_others] if isinstance(value, bool) else [value, value]
+
+    monkeypatch.setattr(collectives, "everyone", everyone)
+    me = replace(ME, nodes=({**NODES[0], "folder": str(tmp_path)}, NODES[1]))
+    path = collectives._shared_path(me)
+    assert [str(p) for p in tmp_path.iterdir()] == ([path] if is_seen_by_others else [])
+    lacking = replace(ME, nodes=({**NODES[0], "folder": None}, NODES[1]))
+    assert collectives._shared_path(lacking) is None

@@ -11,13 +11,10 @@ import pytest
 
 from elastic.doctor import network
 from elastic.doctor.checks import Status
-from elastic.doctor.network import MeasuredPath, Participant
+from elastic.doctor.network import MeasuredPath
 from elastic.tuning.network import Interface, Network
 
-MEMBERS = tuple(
-    Participant(node_id=name, name=name, host_name=name, address=f"10.1.0.{n + 1}", nproc=1)
-    for n, name in enumerate("abc")
-)
+NAMES, ADDRESSES = ("a", "b", "c"), ("10.1.0.1", "10.1.0.2", "10.1.0.3")
 SLOW = MeasuredPath(
     to=1, address="10.1.0.2", interface="eth0", their_interface="eth0", bytes_per_s=0.1e9
 )
@@ -26,7 +23,7 @@ HERE = Network(interfaces=(Interface(name="dummy0", addresses=("127.0.0.1",)),))
 
 
 def test_a_faster_path_than_the_one_in_use_is_reported_with_its_setting() -> None:
-    (found,) = network.bandwidth_findings(MEMBERS, {0: [SLOW, FAST], 1: [], 2: []})
+    (found,) = network.bandwidth_findings(NAMES, ADDRESSES, {0: [SLOW, FAST], 1: [], 2: []})
     assert (found.name, found.status) == ("bandwidth a → b", Status.WARNING)
     assert found.measured == (
         "10.1.0.2 (eth0, which a job uses) 0.100 GB/s; 10.2.0.2 (eth1) 10.000 GB/s"
@@ -38,23 +35,29 @@ def test_a_network_that_is_fast_for_all_nodes_yields_one_setting_for_all() -> No
     fast = replace(FAST, networks=("10.2.0.0/24", "fd00::/64"))
     of_b = replace(fast, to=2, address="10.2.0.3", networks=("10.2.0.0/24",))
     slow_of_b = replace(SLOW, to=2, address="10.1.0.3")
-    found = network.bandwidth_findings(MEMBERS, {0: [SLOW, fast], 1: [slow_of_b, of_b], 2: []})
+    found = network.bandwidth_findings(
+        NAMES, ADDRESSES, {0: [SLOW, fast], 1: [slow_of_b, of_b], 2: []}
+    )
     assert [f.status for f in found] == [Status.WARNING] * 2
     assert all("start all nodes with --rdzv-conf network=10.2.0.0/24" in f.remedy for f in found)
     cable = replace(of_b, address="10.3.0.3", networks=("10.3.0.0/30",))
-    found = network.bandwidth_findings(MEMBERS, {0: [SLOW, fast], 1: [slow_of_b, cable], 2: []})
+    found = network.bandwidth_findings(
+        NAMES, ADDRESSES, {0: [SLOW, fast], 1: [slow_of_b, cable], 2: []}
+    )
     assert all("--local-addr=ADDRESS" in f.remedy for f in found), "no network has all of them"
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05e9, 0.19e9])
 def test_a_slightly_faster_path_causes_no_warning(rate: float) -> None:
-    (found,) = network.bandwidth_findings(MEMBERS, {0: [SLOW, replace(FAST, bytes_per_s=rate)]})
+    (found,) = network.bandwidth_findings(
+        NAMES, ADDRESSES, {0: [SLOW, replace(FAST, bytes_per_s=rate)]}
+    )
     assert found.status is Status.OK
     assert ("10.2.0.2" in found.measured) is (rate > 0), "only addresses that answer are listed"
 
 
 def test_nodes_of_one_machine_are_not_measured() -> None:
-    (found,) = network.bandwidth_findings(MEMBERS, {0: [], 1: []})
+    (found,) = network.bandwidth_findings(NAMES, ADDRESSES, {0: [], 1: []})
     assert found.status is Status.SKIPPED
     assert (
         network._measure(HERE, 1, [network.Sink(interface="x", address="127.0.0.1", port=9)]) == []
@@ -77,23 +80,26 @@ def test_a_node_that_reads_nothing_blocks_no_sender(monkeypatch: pytest.MonkeyPa
 
 def test_each_node_sends_to_the_next_without_simultaneous_senders() -> None:
     """Three nodes on one machine, with networks that do not contain each other's address."""
-    exchanged: dict[str, dict[int, Any]] = {}
+    exchanged: list[dict[int, Any]] = [{} for _ in range(4)]
     barrier = threading.Barrier(3)
     results: dict[int, Any] = {}
 
-    def exchange_of(number: int) -> Any:
-        def exchange(phase: str, value: Any, within_s: float) -> dict[int, Any]:
-            exchanged.setdefault(phase, {})[number] = value
-            barrier.wait(60)
-            return exchanged[phase]
+    def by_node_of(number: int) -> Any:
+        phases = iter(exchanged)
 
-        return exchange
+        def by_node(value: Any) -> dict[int, Any]:
+            phase = next(phases)
+            phase[number] = value
+            barrier.wait(60)
+            return phase
+
+        return by_node
 
     def run(number: int) -> None:
-        own = Network(interfaces=(Interface(name="eth0", addresses=(f"127.0.{number}.1",)),))
-        results[number] = network.between_nodes(exchange_of(number), members, number, own, 60.0)
+        own = Network(interfaces=(Interface(name="eth0", addresses=(addresses[number],)),))
+        results[number] = network.between_nodes(by_node_of(number), NAMES, addresses, number, own)
 
-    members = [replace(m, address=f"127.0.{n}.1") for n, m in enumerate(MEMBERS)]
+    addresses = [f"127.0.{n}.1" for n in range(3)]
     threads = [threading.Thread(target=run, args=(n,), name=f"node-{n}") for n in range(3)]
     for thread in threads:
         thread.start()
@@ -152,6 +158,8 @@ def test_a_listener_echoes_and_a_port_in_use_is_reported() -> None:
             assert listeners.errors == (f"port {port}: Address already in use",)
             (tried,) = network.connect_to_all([(1, "127.0.0.1", listeners.ports[0])])
             assert tried.error == "" and tried.took_ms > 0
+            (clock,) = network.clock_findings(["here", "there"], {0: [asdict(tried)]})
+            assert clock.status is Status.OK and "±" in clock.measured
         (gone,) = network.connect_to_all([(1, "127.0.0.1", listeners.ports[0])])
     assert gone.error == "Connection refused"
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kit.hang_watches import hang_response, hang_watch
@@ -17,7 +16,6 @@ from kit.journal import MemoryJournal
 from rank_facts import rank_facts
 from silent_fuse import mounted
 
-from elastic.doctor.examination import shared_folder
 from elastic.hangs import kernel
 from elastic.hangs import report as response_module
 from elastic.hangs import watch as watch_module
@@ -111,26 +109,6 @@ def end_hung(worker: subprocess.Popen[bytes], folder: ReportFolder, error_file: 
     (event,) = journal.seen
     assert isinstance(event, HangFound)
     return event
-
-
-def exchange(phase: str, value: Any, within_s: float) -> dict[int, Any]:
-    """With another node, which can access the folder."""
-    return {0: value, 1: True}
-
-
-def test_the_doctor_skips_a_folder_that_does_not_respond(tmp_path: Path) -> None:
-    assert shared_folder(None, "s", 0, exchange, 1.0) is None
-    assert shared_folder(str(tmp_path), "s", 0, exchange, 1.0) == str(
-        tmp_path / ".elastic-doctor-s"
-    )
-
-
-def test_the_doctor_leaves_no_files_in_an_unshared_folder(tmp_path: Path) -> None:
-    def alone(phase: str, value: Any, within_s: float) -> dict[int, Any]:
-        return {0: value, 1: False}
-
-    assert shared_folder(str(tmp_path), "s", 0, alone, 1.0) is None
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_worker_that_the_kernel_does_not_end_is_reported_until_it_has_ended(

@@ -76,7 +76,13 @@ def files_of(root: Path) -> set[str]:
 def test_the_source_distribution_has_every_file(source: Path, unpacked: Path) -> None:
     assert files_of(source) - files_of(unpacked) == set()
     added = {name for name in files_of(unpacked) - files_of(source) if ".egg-info/" not in name}
-    assert added <= {"PKG-INFO", "setup.cfg"}
+    manifests = {name for name in added if name.startswith("elastic/cli/manifests/")}
+    assert manifests == {
+        f"elastic/cli/manifests/{name}"
+        for name in files_of(source / "deploy")
+        if name.endswith((".yaml", ".json", ".env"))
+    }, "a link in the source"
+    assert added - manifests <= {"PKG-INFO", "setup.cfg"}
     script = unpacked / "elastic" / "cli" / "scripts" / "digits.py"
     assert "elastic.join" in script.read_text()
 
@@ -88,7 +94,7 @@ def test_the_wheel_has_only_the_packages_with_their_data(unpacked: Path, tmp_pat
         name
         for name in files_of(unpacked)
         if name.startswith(tuple(f"{package}/" for package in PACKAGES))
-        and (name.endswith((".py", "py.typed", ".json")) or "/templates/" in name)
+        and (name.endswith((".py", "py.typed", ".json", ".yaml", ".env")) or "/templates/" in name)
     }
     assert names == expected | {"torch_elastic_harness.py"}
     assert {"elastic", "checkpoints"} <= set(PACKAGES)

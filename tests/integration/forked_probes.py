@@ -1,4 +1,4 @@
-"""Forks the doctor's ranks and probes from a process with torch imported, which saves 3 s each."""
+"""Forks the doctor's probes from a process with torch imported, which saves 3 s each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from elastic.doctor import checks, collectives
+from elastic.doctor import checks
 from elastic.testing.forks.server import ForkedPopen, shared_fork_server
 
 
-def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the ranks and probes that this process starts, if forking is enabled for the tests."""
+def fork_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the probes that this process starts, if forking is enabled for the tests."""
     server = shared_fork_server()
     if server is None:
         return
@@ -23,5 +23,4 @@ def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         return ForkedPopen(server.client, command, **options)
 
     names = {**vars(subprocess), "Popen": popen}
-    for module in (collectives, checks):
-        monkeypatch.setattr(module, "subprocess", SimpleNamespace(**names))
+    monkeypatch.setattr(checks, "subprocess", SimpleNamespace(**names))
