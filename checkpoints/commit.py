@@ -285,17 +285,17 @@ def merge_parts(parts: Sequence[Part]) -> Manifest:
 
 def _sections(parts: Sequence[Part]) -> list[list[Part]]:
     """The parts of each section, in the order of their first writers."""
-    found: dict[tuple[int, ...], list[Part]] = {}
+    sections: dict[tuple[int, ...], list[Part]] = {}
     every = tuple(range(parts[0].world_size))
     for part in parts:
-        found.setdefault(every if part.section is None else part.section, []).append(part)
-    for ranks, section in found.items():
+        sections.setdefault(every if part.section is None else part.section, []).append(part)
+    for ranks, section in sections.items():
         if ranks != tuple(part.writer.rank for part in section):
             raise IncompleteAttempt(
                 f"writer {section[0].writer.rank} saved with the ranks {list(ranks)}, not all of "
                 "which did the same"
             )
-    return list(found.values())
+    return list(sections.values())
 
 
 def _shared_of(section: Sequence[Part]) -> SharedMetadata:

@@ -170,7 +170,7 @@ def _leftovers(storage: Storage) -> list[str]:
 
 def _world_size(files: Sequence[str]) -> int:
     """The number of writers, all of which have finished. Raises :class:`IncompleteAttempt`."""
-    ranks = [found for found in map(parse_part_file, files) if found is not None]
+    ranks = [rank for rank in map(parse_part_file, files) if rank is not None]
     sizes = {world_size for _, world_size in ranks}
     if len(sizes) != 1:
         raise IncompleteAttempt(

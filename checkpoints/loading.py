@@ -262,31 +262,31 @@ def _padded_size(item: Item) -> int:
 
 
 def error_as_json(error: Exception) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": type(error).__name__, "message": repr(error), "hint": ""}
+    fields: dict[str, Any] = {"type": type(error).__name__, "message": repr(error), "hint": ""}
     if isinstance(error, LoadError):
-        found.update(message=error.message, hint=error.hint)
+        fields.update(message=error.message, hint=error.hint)
     if isinstance(error, CorruptCheckpoint):
-        found.update(reason=error.reason, file=error.file, tensor=error.tensor)
+        fields.update(reason=error.reason, file=error.file, tensor=error.tensor)
     if isinstance(error, StateMismatch):
-        found.update(missing=error.missing, extra=error.extra, mismatched=error.mismatched)
-    return found
+        fields.update(missing=error.missing, extra=error.extra, mismatched=error.mismatched)
+    return fields
 
 
-def error_from_json(found: Mapping[str, Any], rank: int) -> LoadError:
+def error_from_json(fields: Mapping[str, Any], rank: int) -> LoadError:
     """The error of another rank, with its rank in the message."""
-    kind = getattr(errors, found["type"], LoadError)
+    kind = getattr(errors, fields["type"], LoadError)
     error: LoadError
     if kind is CorruptCheckpoint:
-        error = CorruptCheckpoint(found["reason"], file=found["file"], tensor=found["tensor"])
+        error = CorruptCheckpoint(fields["reason"], file=fields["file"], tensor=fields["tensor"])
     elif kind is StateMismatch:
-        lists = {key: tuple(found[key]) for key in ("missing", "extra", "mismatched")}
+        lists = {key: tuple(fields[key]) for key in ("missing", "extra", "mismatched")}
         error = StateMismatch("the checkpoint", **lists)
     elif kind is TornRead:
         error = TornRead("the checkpoint")
     else:
         known = isinstance(kind, type) and issubclass(kind, LoadError)
-        error = (kind if known else LoadError)(found["message"], hint=found["hint"])
-    error.message = f"on rank {rank}: {found['message']}"
+        error = (kind if known else LoadError)(fields["message"], hint=fields["hint"])
+    error.message = f"on rank {rank}: {fields['message']}"
     return error
 
 
@@ -573,13 +573,13 @@ def list_checkpoints(root: Root) -> tuple[CheckpointInfo, ...]:
     names no storage.
     """
     storage = readable(root)
-    found = []
+    infos = []
     for name in _names(storage):
         try:
-            found.append(info_of(read_manifest(storage, str(name))))
+            infos.append(info_of(read_manifest(storage, str(name))))
         except LoadError:  # latest() reports the reason
             continue
-    return tuple(found)
+    return tuple(infos)
 
 
 def latest(

@@ -103,8 +103,8 @@ class NodeMemory(LocalStorage):
 
     def names(self) -> list[CheckpointName]:
         """The checkpoints that have complete parts here, newest first."""
-        found = [name for name in self._attempts() if self._has_part(name)]
-        return sorted(found, key=lambda name: name.age_order, reverse=True)
+        complete = [name for name in self._attempts() if self._has_part(name)]
+        return sorted(complete, key=lambda name: name.age_order, reverse=True)
 
     def make_room(self, name: CheckpointName, size_bytes: int) -> None:
         """Remove older parts, oldest first, until ``size_bytes`` more fit; none if they never fit.
@@ -1053,11 +1053,11 @@ class MemoryHost:
 
     def _receiver(self, number: int) -> PeerAddress | None:
         with self._lock:
-            found, key = self._neighbours(), self._key()
-            if (found, key) != (self._known, self._known_key):
-                self._known, self._known_key = found, key
+            neighbours, key = self._neighbours(), self._key()
+            if (neighbours, key) != (self._known, self._known_key):
+                self._known, self._known_key = neighbours, key
                 self._write()
-            return found.receiver(number)
+            return neighbours.receiver(number)
 
     def close(self) -> None:
         """Stop the server and the replication, join their threads and free the memory."""

@@ -627,20 +627,20 @@ class ObjectStorage:
         self._objects.delete_prefix(_key(path))
 
     def _roots(self) -> builtins.list[str]:
-        found = []
+        roots = []
         for entry, info in self._objects.list("").items():
             name = parse_committed(entry)
             if name is None or not info.is_folder:
-                found.append(entry)
+                roots.append(entry)
                 continue
             match _state(self._objects.list(str(name))):
                 case _State.COMMITTED:
-                    found.append(str(name))
+                    roots.append(str(name))
                 case _State.REMOVED:
-                    found.append(name.removed)
+                    roots.append(name.removed)
                 case _:
-                    found.append(name.attempt)
-        return found
+                    roots.append(name.attempt)
+        return roots
 
     def _exists(self, name: CheckpointName, file: str) -> bool:
         try:

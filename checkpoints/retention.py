@@ -178,14 +178,14 @@ def not_retained(
             return error
 
     def manifest_of(name: CheckpointName) -> Manifest | None:
-        found = look(name)
-        return None if isinstance(found, LoadError) else found
+        info = look(name)
+        return None if isinstance(info, LoadError) else info
 
     def validity(name: CheckpointName) -> Validity:
         if name in history.valid:
             return Validity.VALID
-        found = look(name)
-        return validity_of(found) if isinstance(found, LoadError) else Validity.VALID
+        info = look(name)
+        return validity_of(info) if isinstance(info, LoadError) else Validity.VALID
 
     return to_remove(newest_first, keep, manifest_of, validity)
 

@@ -298,13 +298,13 @@ def _chunks(kept: list[Interval], count: int) -> list[list[Interval]]:
 
 def _window(kept: list[Interval], low: int, high: int) -> list[Interval]:
     """The part of a list of intervals from its ``low``-th element to its ``high``-th."""
-    found, before = [], 0
+    window, before = [], 0
     for start, length in kept:
         first, last = max(low - before, 0), min(high - before, length)
         if first < last:
-            found.append((start + first, last - first))
+            window.append((start + first, last - first))
         before += length
-    return found
+    return window
 
 
 def _merged(kept: list[Interval]) -> list[tuple[int, int, int]]:

@@ -96,16 +96,16 @@ class TieredStorage:
         """List a folder; the root contains the names of all complete checkpoints."""
         if path:
             return self._files(path)
-        found: builtins.set[str] = set()
+        names: builtins.set[str] = set()
         attempts: builtins.set[CheckpointName] = set()
         for storage in self._reachable():
             for entry in self._try(storage, lambda s: s.list("")) or []:
                 if parse_committed(entry) is not None:
-                    found.add(entry)
+                    names.add(entry)
                 elif (attempt := parse_attempt(entry)) is not None:
                     attempts.add(attempt)
-        found.update(str(name) for name in attempts if self._world_size(name) is not None)
-        return sorted(found)
+        names.update(str(name) for name in attempts if self._world_size(name) is not None)
+        return sorted(names)
 
     def open(self, path: str) -> ReadableFile:
         name, file = _split(path)
@@ -219,12 +219,12 @@ class TieredStorage:
 
     def _world_size(self, name: CheckpointName) -> int | None:
         """The number of writers, if the parts of all exist (judged by their names); else None."""
-        found: dict[int, builtins.set[int]] = {}
+        parts: dict[int, builtins.set[int]] = {}
         for folder in self._folders(name):
             for ranks in map(parse_part_file, folder.files):
                 if ranks is not None:
-                    found.setdefault(ranks[1], set()).add(ranks[0])
-        complete = [size for size, ranks in found.items() if len(ranks) == size]
+                    parts.setdefault(ranks[1], set()).add(ranks[0])
+        complete = [size for size, ranks in parts.items() if len(ranks) == size]
         return complete[0] if len(complete) == 1 else None
 
     # --- the manifest: a committed one, else merged from parts

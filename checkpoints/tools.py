@@ -65,14 +65,14 @@ def compare(
     storage = readable(root)
     sides = tuple(_Side(storage, read_manifest(storage, name)) for name in (old, new))
     before, after = sides
-    found = []
+    differences = []
     for path in sorted(before.leaves.keys() | after.leaves.keys()):
         what = _difference(before, after, path)
         if what:
-            found.append(Difference(path, what))
+            differences.append(Difference(path, what))
         if progress is not None:
             progress(sum(side.size_bytes(path) for side in sides))
-    return tuple(found)
+    return tuple(differences)
 
 
 class _Side:
@@ -250,8 +250,8 @@ def import_from(source: str | os.PathLike[str], form: Format, *, trust: bool = F
 def _of(table: dict[Format, Any], form: Format) -> Callable[..., Any]:
     if form not in table:
         raise ArgumentError(f"unknown format {form!r}", hint=f"Known: {', '.join(FORMATS)}.")
-    found: Callable[..., Any] = table[form]
-    return found
+    function: Callable[..., Any] = table[form]
+    return function
 
 
 def _write_torch(state: Any, path: Path) -> None:

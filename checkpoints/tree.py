@@ -96,12 +96,12 @@ def live_tensors(state: object) -> dict[str, torch.Tensor]:
 
     Raises :class:`StateError` if two tensors have one path.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def visit(item: object, path: tuple[object, ...]) -> None:
         _check_depth(path)
         if isinstance(item, torch.Tensor):
-            if found.setdefault(path_name(path), item) is not item:
+            if tensors.setdefault(path_name(path), item) is not item:
                 raise StateError(_same_path(path))
         elif isinstance(item, Mapping):
             for key, value in item.items():
@@ -111,7 +111,7 @@ def live_tensors(state: object) -> dict[str, torch.Tensor]:
                 visit(value, (*path, index))
 
     visit(state, ())
-    return found
+    return tensors
 
 
 def path_name(path: tuple[object, ...]) -> str:

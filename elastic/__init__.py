@@ -68,13 +68,13 @@ def __getattr__(name: str) -> Any:
 def _refuse_another_checkpoints() -> None:
     """Raise ConfigError if a script's own ``checkpoints.py`` hides the package of that name."""
     spec = find_spec("checkpoints")
-    found = spec.origin if spec is not None else None
+    origin = spec.origin if spec is not None else None
     own = Path(__file__).parent.with_name("checkpoints") / "__init__.py"
-    if found is not None and own.exists() and not own.samefile(found):
+    if origin is not None and own.exists() and not own.samefile(origin):
         from elastic.errors import ConfigError
 
         raise ConfigError(
-            f"{found} hides the package checkpoints, which is a part of torch-elastic-harness "
+            f"{origin} hides the package checkpoints, which is a part of torch-elastic-harness "
             f"({own.parent})",
             hint="rename the script's module",
         )

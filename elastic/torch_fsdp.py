@@ -148,12 +148,12 @@ def fsdp_originals(part: Any) -> list[tuple[torch.Tensor, object]]:
 
 def fsdp_gathered(part: Any) -> list[torch.Tensor]:
     """The unsharded parameters of a module of ``fully_shard``; none before its first pass."""
-    found = [
+    gathered = [
         getattr(parameter, "_unsharded_param", None)
         for group in _fsdp_groups(part)
         for parameter in group.fsdp_params
     ]
-    return [parameter for parameter in found if parameter is not None]
+    return [parameter for parameter in gathered if parameter is not None]
 
 
 def fsdp_meshes(part: Any) -> list[Any]:

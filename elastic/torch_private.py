@@ -181,15 +181,15 @@ def _refuse(missing: list[str]) -> None:
 def _found(path: str) -> Any:
     """The object at a dotted path; None if there is none."""
     parts = path.split(".")
-    found: Any = import_module(parts[0])
+    target: Any = import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             with suppress(ImportError):
                 import_module(".".join(parts[:depth]))
-        found = getattr(found, part, None)
-        if found is None:
+        target = getattr(target, part, None)
+        if target is None:
             return None
-    return found
+    return target
 
 
 # The process group of a world ----------------------------------------------------------------

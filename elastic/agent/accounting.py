@@ -117,7 +117,7 @@ def newest(breakages: list[budget.Breakage], most: int) -> list[budget.Breakage]
 # ----------------------------------------------------------------------------
 # The leader's accounting for the job and its nodes: failures, flapping, churn, failed builds.
 #
-# State without I/O, for one term of leadership. Every broken world is charged once, with the facts
+# State without I/O, for one term of leadership. Every broken world is counted once, with the facts
 # known when its successor was decided; that determines whether the job must stop, and which node
 # is quarantined. Losses and departures are recorded, too: the same node again, without progress of
 # the job, is churn, and uses up the budget. The first failure of a world is judged by its text
@@ -159,7 +159,7 @@ class Broken:
 
 
 class FailureAccounting:
-    """Is charged with every broken world; records which nodes are quarantined."""
+    """Is counted with every broken world; records which nodes are quarantined."""
 
     def __init__(self, options: AgentOptions) -> None:
         self._quarantine_s = options.quarantine_s
@@ -174,7 +174,7 @@ class FailureAccounting:
         self._joined_s: dict[str, float] = {}  # node_id -> when it joined a running job
         self._step: int | None = None  # the job's, when it broke last or was first seen
         self._step_at_change: int | None = None  # or a node left
-        self._charged = 0  # the newest generation that was charged
+        self._counted = 0  # the newest generation that was counted
         self._left = 0  # the newest generation whose leaving nodes were remembered
         self._has_trained = False  # workers of this job have made steps on some node
         # Nodes that joined a running job -> the first generation with them.
@@ -225,7 +225,7 @@ class FailureAccounting:
 
     @property
     def verdict(self) -> tuple[Failed, FailureVerdict] | None:
-        """The verdict on the failure that broke the last charged world; None if no worker failed
+        """The verdict on the failure that broke the last counted world; None if no worker failed
         first."""
         return self._verdict
 
@@ -250,27 +250,27 @@ class FailureAccounting:
         if world.mode == "in-process":
             self._joined_s |= dict.fromkeys(joined, now)
 
-    def charge(
+    def count(
         self, broken: Broken, step_rate: StepRate | None, now: float
     ) -> budget.StopJob | None:
-        """Charge a broken world, once regardless of how often its successor is proposed. Returns
+        """Count a broken world, once regardless of how often its successor is proposed. Returns
         the reason if the job must stop."""
         self._verdict = None
-        broken = replace(broken, failures=self._uncharged(broken.failures))
+        broken = replace(broken, failures=self._uncounted(broken.failures))
         world = broken.members.world
         left = broken.gone(Cause.LEFT)
         if not broken.is_broken:
-            if not left or world.generation <= max(self._charged, self._left):
+            if not left or world.generation <= max(self._counted, self._left):
                 return None
             self._left = world.generation
             return self._remember(self._breakage(broken, None, step_rate, now), now)
-        if world.generation <= self._charged:
+        if world.generation <= self._counted:
             return None
-        self._charged = world.generation
+        self._counted = world.generation
         steps = self._steps_made(step_rate)
         already_out = set(self.flaps.quarantined(now))
-        self._charge_joining_nodes(broken, now)
-        self._charge_builds(broken, now)
+        self._count_joining_nodes(broken, now)
+        self._count_builds(broken, now)
         if not _is_job_failure(broken):
             lost = self._explaining(self._breakage(broken, None, step_rate, now))
             return self._remember(lost, now)
@@ -281,7 +281,7 @@ class FailureAccounting:
         self._step_at_change = self._step
         origin = broken.origin
         if origin is not None and not budget.healthy(breakage, self._policy):
-            self.flaps.accused(origin.node, now)
+            self.flaps.failed_first(origin.node, now)
         stop = self._judge(broken, breakage, now)
         if (judged := self.verdict) is not None:
             failed, verdict = judged
@@ -431,24 +431,24 @@ class FailureAccounting:
         suffice = whole >= max(1, broken.proposal.min_nodes)
         return suffice and all(budget.comparable(f) != same for f in others)
 
-    def _uncharged(self, failures: tuple[Failed, ...]) -> tuple[Failed, ...]:
+    def _uncounted(self, failures: tuple[Failed, ...]) -> tuple[Failed, ...]:
         """The first failure of each node that no breakage contains yet. A node's record keeps its
         failure until its next workers start, while the others may break further worlds."""
         first: dict[str, Failed] = {}
         for failed in failures:
-            if not self._is_charged(failed):
+            if not self._is_counted(failed):
                 first.setdefault(failed.node_id, failed)
         return tuple(first.values())
 
     def _is_late(self, failed: Failed) -> bool:
-        """Whether a node failed in a world that has been charged for another node's failure: all
+        """Whether a node failed in a world that has been counted for another node's failure: all
         nodes may fail in the same way, and are observed one after the other."""
         return any(
             b.generation == failed.generation and b.counts and bool(b.failures)
             for b in self._breakages
         )
 
-    def _is_charged(self, failed: Failed) -> bool:
+    def _is_counted(self, failed: Failed) -> bool:
         generation, failure = failed.generation, remembered(failed)
         return generation is not None and any(
             generation <= b.generation and failure in b.failures for b in self._breakages
@@ -470,7 +470,7 @@ class FailureAccounting:
         self._step_at_change = max(step_rate.step, before or 0)
         return None if before is None else self._step_at_change - before
 
-    def _charge_joining_nodes(self, broken: Broken, now: float) -> None:
+    def _count_joining_nodes(self, broken: Broken, now: float) -> None:
         """A crash-looping joining node may disturb a healthy job once per quarantine.
 
         Before the switch it is quarantined regardless of why it ended; afterwards, only if it
@@ -492,9 +492,9 @@ class FailureAccounting:
                 # A dead agent returns with another id, under the same name.
                 self.flaps.quarantine(node_id if node_id in out else names[node_id], now)
 
-    def _charge_builds(self, broken: Broken, now: float) -> None:
+    def _count_builds(self, broken: Broken, now: float) -> None:
         members = broken.members
-        reports = {t.node_id: t.accused for t in members.failure_reports if t.accused}
+        reports = {t.node_id: t.unreachable for t in members.failure_reports if t.unreachable}
         nodes, has_run = members.world.node_ids, members.has_run
         for node_id in self._builds.failed(nodes, reports, has_run=has_run):
             self.flaps.quarantine(node_id, now)

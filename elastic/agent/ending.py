@@ -106,14 +106,14 @@ class UnannouncedLeave:
         ask_to_leave: Callable[[str], object],
         store_fails: Callable[[], bool],
     ) -> None:
-        self._at = context
+        self._context = context
         self._announced = announced
         self._ask_to_leave = ask_to_leave
         self._store_fails = store_fails
         self._since_s: float | None = None
 
     def check(self) -> None:
-        node, now_s = self._at.status.node, self._at.clock.monotonic()
+        node, now_s = self._context.status.node, self._context.clock.monotonic()
         if node.state is not NodeState.LEAVING or not node.in_process or node.running is None:
             self._since_s = None
             return
@@ -122,7 +122,7 @@ class UnannouncedLeave:
         if world is None or node.node_id not in world.node_ids:
             return
         wait_s = ANNOUNCE_S if self._store_fails() else UNANNOUNCED_S
-        if now_s - self._since_s >= min(wait_s, self._at.options.leave_grace_s / 2):
+        if now_s - self._since_s >= min(wait_s, self._context.options.leave_grace_s / 2):
             self._ask_to_leave("this node leaves, and no world without it was announced")
 
 

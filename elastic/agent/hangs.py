@@ -95,7 +95,7 @@ class Hangs:
     """One per agent, unless its options turn it off. On the node's thread."""
 
     def __init__(self, context: NodeContext) -> None:
-        self._at = context
+        self._context = context
         options, node = context.options, context.status.node
         folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
         self._response = HangResponse(
@@ -142,7 +142,7 @@ class Hangs:
         if world is None or world.generation == self._generation:
             return
         self._generation = world.generation
-        node_id = self._at.status.node.node_id
+        node_id = self._context.status.node.node_id
         is_member = node_id in world.node_ids
         first_rank = world.first_rank_of(node_id) if is_member else None
         self._nodes = len(world.members) if is_member else 0
@@ -150,13 +150,13 @@ class Hangs:
 
     # ── facts for the leader ─────────────────────────────────────────────────────────────
 
-    def on_quiet(self, found: RanksAreQuiet) -> None:
+    def on_quiet(self, quiet: RanksAreQuiet) -> None:
         """The result of the watch."""
-        self._quiet, self._is_due = found, True
+        self._quiet, self._is_due = quiet, True
 
     def publish(self, lease: Lease) -> None:
         """Write the state, or delete it. Called with the node's live lease."""
-        node_id = self._at.status.node.node_id
+        node_id = self._context.status.node.node_id
         if (taken := self._stacks) is not None:
             self._stacks = None
             record = HangStacks(
@@ -165,18 +165,20 @@ class Hangs:
                 stacks=taken.stacks,
                 flights=taken.flights,
             )
-            self._at.store.put(self._at.keys.hang_stack(node_id), encode(record), lease=lease)
+            self._context.store.put(
+                self._context.keys.hang_stack(node_id), encode(record), lease=lease
+            )
         if not self._is_due:
             return
-        key = self._at.keys.hang(node_id)
+        key = self._context.keys.hang(node_id)
         if self._quiet.ranks:
             facts = HangFacts(
                 node_id=node_id, generation=self._quiet.generation, ranks=self._quiet.ranks
             )
-            self._at.store.put(key, encode(facts), lease=lease)
+            self._context.store.put(key, encode(facts), lease=lease)
             self._is_written = True
         elif self._is_written:
-            self._at.store.delete(key)
+            self._context.store.delete(key)
             self._is_written = False
         self._is_due = False
 
@@ -189,7 +191,7 @@ class Hangs:
     def on_verdict(self, entry: Entry) -> None:
         """Execute it if this is the acting node. Raises RecordError."""
         record = decode(HangVerdict, entry.key, entry.value)
-        if record.node_id != self._at.status.node.node_id:
+        if record.node_id != self._context.status.node.node_id:
             self._take_stacks(record)
             return
         judged = Judged(
@@ -211,24 +213,24 @@ class Hangs:
         """Take the distinct stacks of this node's ranks for another node's report."""
         is_wanted = record.action in (HangAction.KILL, HangAction.ABORT_AND_REFORM)
         # Every node watches the stacks: of a large job, those of the verdict's ranks are enough.
-        name = self._at.status.node.name
+        name = self._context.status.node.name
         is_shown = any(r.node == name for r in record.ranks) or len(record.ranks) < MAX_SHOWN_RANKS
         if not is_wanted or not self._nodes or not is_shown:
             return
         share = Share.of(self._nodes, record.size)
 
-        def send(found: tuple[StackGroup, ...], flights: Flights) -> None:
+        def send(groups: tuple[StackGroup, ...], flights: Flights) -> None:
             shown = (RankFlight(rank=r, entries=f[-share.flight_entries :]) for r, f in flights)
-            self._at.post(StacksTaken(record.generation, found, tuple(shown)))
+            self._context.post(StacksTaken(record.generation, groups, tuple(shown)))
 
         def take() -> None:
             workers = {self.watch.facts(worker).rank: worker for worker in self.watch.workers}
             taken_of = ((r, stacks.take(w.pid, w.stacks)) for r, w in workers.items())
-            found = stacks.group(taken_of, record.culprits)
+            groups = stacks.group(taken_of, record.culprits)
             flights = self.watch.flights_of(
                 record.generation, lambda rank, flight: send((), [(rank, flight)])
             ).items()
-            send(stacks.within(found, share.characters), flights)
+            send(stacks.within(groups, share.characters), flights)
 
         self.watch.post(take)
 
@@ -242,7 +244,7 @@ class Hangs:
     def on_stacks(self, entry: Entry) -> None:
         """Stacks of another node have arrived. Raises RecordError."""
         record = decode(HangStacks, entry.key, entry.value)
-        if record.node_id == self._at.status.node.node_id:
+        if record.node_id == self._context.status.node.node_id:
             return
         flights = {flight.rank: flight.entries for flight in record.flights}
         self.watch.post(

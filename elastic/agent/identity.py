@@ -85,11 +85,11 @@ def _resolve(name: str, within_s: float, clock: Clock) -> list[str]:
 
 
 def _addresses(name: str) -> list[str]:
-    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    found.sort(
+    entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    entries.sort(
         key=lambda entry: entry[0] != socket.AF_INET
     )  # stable: otherwise in the system's order
-    return [str(entry[4][0]) for entry in found]
+    return [str(entry[4][0]) for entry in entries]
 
 
 def _towards(endpoint: Endpoint | None) -> str:
@@ -100,8 +100,8 @@ def _towards(endpoint: Endpoint | None) -> str:
     if endpoint is None:
         return ""
     try:
-        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
+        routes = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = routes[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
@@ -252,11 +252,11 @@ class OomKillCounter:
         """None: not available from the kernel."""
         for path in self._files:
             try:
-                found = _COUNT.search(path.read_text(encoding="ascii", errors="replace"))
+                match = _COUNT.search(path.read_text(encoding="ascii", errors="replace"))
             except OSError:
                 continue
-            if found is not None:
-                return int(found.group(1))
+            if match is not None:
+                return int(match.group(1))
         return None
 
 

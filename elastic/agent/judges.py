@@ -30,7 +30,7 @@ class HangJudge:
     """One per term of leadership, on the node's thread."""
 
     def __init__(self, context: NodeContext) -> None:
-        self._at = context
+        self._context = context
         options = context.options
         self._policy = BudgetPolicy(
             hang_timeout_s=options.hang_timeout_s, outside_step_s=options.hang_script_timeout_s
@@ -44,11 +44,11 @@ class HangJudge:
 
     def put(self, key: str, facts: HangFacts) -> None:
         """Store the facts of a node. The key identifies it: a record is only about its writer."""
-        self._facts[key.removeprefix(self._at.keys.hangs)] = facts
+        self._facts[key.removeprefix(self._context.keys.hangs)] = facts
 
     def delete(self, key: str) -> None:
         """All ranks of a node make progress, or it is gone."""
-        self._facts.pop(key.removeprefix(self._at.keys.hangs), None)
+        self._facts.pop(key.removeprefix(self._context.keys.hangs), None)
 
     def judge(self, entry: WorldEntry) -> None:
         """Write a verdict if there is a new one."""
@@ -80,16 +80,16 @@ class HangJudge:
         if self._is_announced(record):
             return
         # A former leader must not replace the verdict of its successor.
-        basis = (self._at.keys.world, entry.mod_revision)
-        written = self._at.store.compare_and_swap(
-            self._at.keys.hang_verdict, encode(record), expected_revision=None, basis=basis
+        basis = (self._context.keys.world, entry.mod_revision)
+        written = self._context.store.compare_and_swap(
+            self._context.keys.hang_verdict, encode(record), expected_revision=None, basis=basis
         )
         if written is not None:
             self._announced = record
 
     def _running(self, world: WorldRecord) -> WorldRecord:
         """A planned world does not run before a member has switched to it."""
-        running = self._at.status.running
+        running = self._context.status.running
         if world.switch_at_step is None or running is None:
             return world
         generations = (r.generation for facts in self._facts.values() for r in facts.ranks)
@@ -139,7 +139,7 @@ class StragglerJudge:
     """One per term of leadership, on the node's thread."""
 
     def __init__(self, context: NodeContext) -> None:
-        self._at = context
+        self._context = context
         options = context.options
         self._is_on = options.straggler_action != "off"
         self._excludes = options.straggler_action == "exclude"
@@ -156,12 +156,12 @@ class StragglerJudge:
 
     def put(self, key: str, times: NodeStepTimes) -> None:
         """Store a window of a node. The key identifies it: a record is only about its writer."""
-        self._times[key.removeprefix(self._at.keys.step_times)] = times
+        self._times[key.removeprefix(self._context.keys.step_times)] = times
         self._has_news = True
 
     def delete(self, key: str) -> None:
         """A node is gone."""
-        self._times.pop(key.removeprefix(self._at.keys.step_times), None)
+        self._times.pop(key.removeprefix(self._context.keys.step_times), None)
 
     def judge(self, world: WorldRecord | None, present: Collection[str]) -> None:
         """Compare the ranks if all have completed another window; report the stragglers.
@@ -178,8 +178,8 @@ class StragglerJudge:
         self._judged = {r.key: (r.times.generation, r.times.window) for r in ranks}
         verdict = advance(self._streaks, ranks, self._policy)
         self._streaks = verdict.streaks
-        for found in verdict.found:
-            self._report_straggler(found)
+        for straggler in verdict.found:
+            self._report_straggler(straggler)
         for recovered in verdict.recovered:
             self._report_recovery(recovered)
 
@@ -213,28 +213,28 @@ class StragglerJudge:
         self._streaks = {k: s for k, s in self._streaks.items() if k[0] in present}
         self._excludable = {k: why for k, why in self._excludable.items() if k[0] in present}
 
-    def _report_straggler(self, found: Comparison) -> None:
-        of, times = found.window, found.window.times
-        reason = found.sentence(self._policy.windows)
-        if self._excludes and found.has_majority:
+    def _report_straggler(self, straggler: Comparison) -> None:
+        of, times = straggler.window, straggler.window.times
+        reason = straggler.sentence(self._policy.windows)
+        if self._excludes and straggler.has_majority:
             self._excludable[of.key] = reason
-        self._at.journal.emit(
+        self._context.journal.emit(
             StragglerFound(
                 generation=times.generation,
                 rank=of.rank,
                 node=of.node,
-                cause=found.cause.label,
-                factor=round(found.factor, 3),
-                z_score=round(found.z_score, 2),
+                cause=straggler.cause.label,
+                factor=round(straggler.factor, 3),
+                z_score=round(straggler.z_score, 2),
                 windows=self._policy.windows,
                 data_s=round(times.data_s, 6),
                 compute_s=round(times.compute_s, 6),
                 collective_s=round(times.collective_s, 6),
                 checkpoint_s=round(times.checkpoint_s, 6),
                 script_s=round(times.script_s, 6),
-                typical_data_s=round(found.typical_data_s, 6),
-                typical_compute_s=round(found.typical_compute_s, 6),
-                lag_s=round(found.lag_s, 6),
+                typical_data_s=round(straggler.typical_data_s, 6),
+                typical_compute_s=round(straggler.typical_compute_s, 6),
+                lag_s=round(straggler.lag_s, 6),
                 reason=reason,
             ),
             level=logging.WARNING,
@@ -243,7 +243,7 @@ class StragglerJudge:
     def _report_recovery(self, recovered: Comparison) -> None:
         of = recovered.window
         self._excludable.pop(of.key, None)
-        self._at.journal.emit(
+        self._context.journal.emit(
             StragglerRecovered(
                 generation=of.times.generation,
                 rank=of.rank,

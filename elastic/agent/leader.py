@@ -91,7 +91,7 @@ class Prober:
     :class:`Probed`."""
 
     def __init__(self, context: NodeContext, roster: Roster) -> None:
-        self._at = context
+        self._context = context
         self._roster = roster
         self._in_flight: set[str] = set()
         self._next_recheck_s = 0.0
@@ -125,15 +125,21 @@ class Prober:
     def _probe(
         self, node_id: str, host: str, port: int, process: ProcessDigest, began_s: float
     ) -> None:
-        if proved_gone(process, self._at.status.node.process):
+        if proved_gone(process, self._context.status.node.process):
             verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
         else:
-            timeout_s, clock = self._at.options.probe_s, self._at.clock
-            key = self._at.secret.key(LIVENESS)
+            timeout_s, clock = self._context.options.probe_s, self._context.clock
+            key = self._context.secret.key(LIVENESS)
             verdict = probe(
-                host, port, node_id, key=key, timeout_s=timeout_s, tls=self._at.tls, clock=clock
+                host,
+                port,
+                node_id,
+                key=key,
+                timeout_s=timeout_s,
+                tls=self._context.tls,
+                clock=clock,
             )
-        self._at.post(Probed(node_id, verdict, began_s))
+        self._context.post(Probed(node_id, verdict, began_s))
 
 
 # ----------------------------------------------------------------------------
@@ -161,7 +167,7 @@ class WorldWriter:
         accounting: FailureAccounting,
         announce: Callable[[bytes], None],
     ) -> None:
-        self._at = context
+        self._context = context
         self._roster = roster
         self._accounting = accounting
         self._announce = announce
@@ -187,16 +193,16 @@ class WorldWriter:
         if not isinstance(highest, WorldRecord):
             # A node that runs it has its record, and is to lead (agent/succession.py), unless
             # this node's watch is only late.
-            stored = self._at.store.get(self._at.keys.world)
+            stored = self._context.store.get(self._context.keys.world)
             if (stored.mod_revision if stored is not None else 0) == entry.mod_revision:
                 self.unknown_world = highest
             return now + RECHECK_S
-        revision = self._at.store.compare_and_swap(
-            self._at.keys.world, encode(highest), expected_revision=entry.mod_revision
+        revision = self._context.store.compare_and_swap(
+            self._context.keys.world, encode(highest), expected_revision=entry.mod_revision
         )
         if revision is None:
             return now + RECHECK_S  # another node wrote one: the watch will deliver it
-        self._at.journal.emit(
+        self._context.journal.emit(
             StoreProblem(
                 error="the store had lost the world",
                 consequence=f"generation {highest.generation}, which is running, was restored",
@@ -215,25 +221,25 @@ class WorldWriter:
         step, wait = self._switch_step(proposal, entry.world, now)
         if wait:
             return None, now + STEP_RATE_AGAIN_S
-        step_rate = self._at.status.step_rate
+        step_rate = self._context.status.step_rate
         world = world_of(
             proposal,
             entry.world,
             nonce=secrets.token_hex(4),
-            time_s=self._at.clock.wall(),
+            time_s=self._context.clock.wall(),
             switch_at_step=step,
             committed_step=step_rate.step if step_rate is not None else None,
             breakages=self._breakages(),
         )
-        revision = self._at.store.compare_and_swap(
-            self._at.keys.world, encode(world), expected_revision=entry.mod_revision
+        revision = self._context.store.compare_and_swap(
+            self._context.keys.world, encode(world), expected_revision=entry.mod_revision
         )
         if revision is None:
             return None, now + RECHECK_S  # another node was faster: the watch will deliver it
         self._announce(encode(world))
         self._accounting.formed(entry.world, world, now)
         self.planned_since_s = None
-        self._at.journal.emit(
+        self._context.journal.emit(
             WorldFormed(
                 generation=world.generation,
                 nodes=tuple(m.name for m in world.members),
@@ -276,7 +282,7 @@ class WorldWriter:
 
     def _step_rate(self) -> StepRate | None:
         """The step rate of this node's workers, if they are in the group that trains now."""
-        running, step_rate = self._at.status.node.running, self._at.status.step_rate
+        running, step_rate = self._context.status.node.running, self._context.status.step_rate
         if running is None or step_rate is None or step_rate.generation != running.generation:
             return None
         return step_rate
@@ -284,26 +290,26 @@ class WorldWriter:
     def end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
         """Write the job's outcome; None if it is already written, or if another leader has written
         a world since: the job goes on in that."""
-        step_rate = self._at.status.step_rate
+        step_rate = self._context.status.step_rate
         done = Done(
             outcome=outcome,
             reason=reason,
             exit_code=exit_code,
             generation=entry.world.generation if entry.world is not None else 0,
             final_step=step_rate.step if step_rate is not None else None,
-            time_s=self._at.clock.wall(),
+            time_s=self._context.clock.wall(),
             breakages=self._breakages() if outcome is Outcome.FAILURE else (),
         )
-        revision = self._at.store.compare_and_swap(
-            self._at.keys.done,
+        revision = self._context.store.compare_and_swap(
+            self._context.keys.done,
             encode(done),
             expected_revision=0,
-            basis=(self._at.keys.world, entry.mod_revision),
+            basis=(self._context.keys.world, entry.mod_revision),
         )
         return done if revision is not None else None
 
     def _breakages(self) -> tuple[BreakageRecord, ...]:
-        clock = self._at.clock
+        clock = self._context.clock
         return self._accounting.records(clock.monotonic(), clock.wall())
 
 
@@ -324,7 +330,7 @@ class Leadership:
     def __init__(
         self, context: NodeContext, announce: Callable[[bytes], None], connections: Connections
     ) -> None:
-        self._at = context
+        self._context = context
         self._policy = Policy.of(context.status.node, context.options)
         self._since_s = context.clock.monotonic()
         self.roster = Roster(context.keys, connections)
@@ -354,7 +360,7 @@ class Leadership:
 
     def on_nodes(self, change: NodesEvent, world: WorldRecord | None) -> None:
         """An event of the watch on ``nodes/`` and on the nodes' records about themselves."""
-        now, records, keys = self._at.clock.monotonic(), change.records, self._at.keys
+        now, records, keys = self._context.clock.monotonic(), change.records, self._context.keys
         match change.event:
             case Reset(snapshot, reason):
                 if reason == "wiped":
@@ -401,20 +407,20 @@ class Leadership:
         """A follower's connection closed, or this node's connection to a former leader."""
         known = self.roster.find(node_id)
         if known is not None and known.node.state not in _EXITING:
-            self._at.journal.emit(
+            self._context.journal.emit(
                 NodeSuspected(suspect=self._name(node_id), reason="its connection closed"),
                 level=logging.DEBUG,
             )
-        self.roster.suspect(node_id, self._at.clock.monotonic())
+        self.roster.suspect(node_id, self._context.clock.monotonic())
 
     def on_opened(self, node_id: str) -> None:
         """A follower completed the handshake."""
-        self.roster.connection_opened(node_id, self._at.clock.monotonic())
+        self.roster.connection_opened(node_id, self._context.clock.monotonic())
 
     def on_probed(self, probed: Probed) -> None:
         """A probe has returned its verdict."""
         self._prober.on_probed(probed)
-        now, reason = self._at.clock.monotonic(), probed.verdict.reason
+        now, reason = self._context.clock.monotonic(), probed.verdict.reason
         was_dead = self.roster.is_dead(probed.node_id)
         changed = self.roster.settle(probed.node_id, probed.verdict, now, probed_s=probed.began_s)
         if changed is None:
@@ -423,13 +429,13 @@ class Leadership:
         if (known := self.roster.find(probed.node_id)) and known.node.state is NodeState.FINISHED:
             return  # it may end at any time: it is not lost
         if was_dead:
-            self._at.journal.emit(NodeFound(found=name, reason=reason), level=logging.WARNING)
+            self._context.journal.emit(NodeFound(found=name, reason=reason), level=logging.WARNING)
             self._accounting.flaps.found(name)
         if changed is Liveness.DEAD:
-            self._at.journal.emit(NodeLost(lost=name, reason=reason))
+            self._context.journal.emit(NodeLost(lost=name, reason=reason))
             self._accounting.flaps.lost(name, now)
         elif changed is Liveness.SUSPECT:
-            self._at.journal.emit(NodeSuspected(suspect=name, reason=reason))
+            self._context.journal.emit(NodeSuspected(suspect=name, reason=reason))
 
     def _suspect_all(self, world: WorldRecord | None, now: float) -> None:
         """Probe all nodes in a new term: one that died before it has no connection to close."""
@@ -442,7 +448,7 @@ class Leadership:
 
         One round for each generation: hundreds of nodes report the same failure at once.
         """
-        keys = self._at.keys
+        keys = self._context.keys
         node_id = key.removeprefix(keys.failure_reports).removeprefix(keys.nodes)
         known, report = self.roster.find(node_id), self.roster.failure_report_of(node_id)
         if known is None or world is None or node_id not in world.node_ids:
@@ -456,7 +462,7 @@ class Leadership:
             self.roster.suspect_members(world, now)
 
     def _report_record(self, error: RecordError) -> None:
-        self._at.journal.emit(
+        self._context.journal.emit(
             StoreProblem(error=str(error), consequence="this node is excluded"),
             level=logging.ERROR,
         )
@@ -469,10 +475,10 @@ class Leadership:
 
     def lead(self, entry: WorldEntry, done: Done | None) -> tuple[WorldEntry | Done | None, float]:
         """Decide and write. Returns the written world (or None), and the time of the next call."""
-        now = self._at.clock.monotonic()
+        now = self._context.clock.monotonic()
         if not self._listed:
             return None, now + LEADER_UNLISTED_S
-        self.roster.learn_worlds(self._at.status.known_worlds)
+        self.roster.learn_worlds(self._context.status.known_worlds)
         entry_or_wait = self.writer.adopt(entry, now, since_s=self._since_s)
         if isinstance(entry_or_wait, float):
             return None, entry_or_wait
@@ -486,15 +492,15 @@ class Leadership:
             return None, now + RECHECK_S
         if world is None or world.members:  # (one without members has not gone on without them)
             self._delete_ended(world.node_ids if world is not None else ())
-        self._accounting.observe(self._at.status.step_rate)
+        self._accounting.observe(self._context.status.step_rate)
         view = self._view(entry, done, now)
         self.waiting = waiting_nodes(view, now, self._policy)
         decision = decide(view, now, self._policy)
         if isinstance(decision, Proposal) and world is not None:
-            ended = self._charge(decision, view, entry, now)
+            ended = self._count(decision, view, entry, now)
             if ended is not None:
                 return ended, now + RECHECK_S
-            # The charge may have quarantined a node, which is then excluded at once.
+            # The count may have quarantined a node, which is then excluded at once.
             decision = decide(self._view(entry, done, now), now, self._policy)
         return self._act(decision, entry, now)
 
@@ -507,7 +513,7 @@ class Leadership:
     def _waits_for_registration(self, world: WorldRecord | None, now: float) -> bool:
         """Members that respond will register, unless they cannot reach the store: then the others
         do not wait for longer than for a lease."""
-        limit_s = self._since_s + max(self._at.options.lease_s, ADOPTION_WAIT_S)
+        limit_s = self._since_s + max(self._context.options.lease_s, ADOPTION_WAIT_S)
         return now < limit_s and bool(self.roster.unregistered(world))
 
     def _delete_ended(self, needed: Collection[str] = ()) -> None:
@@ -515,12 +521,12 @@ class Leadership:
         unless a decision needs them."""
         for node_id in self.roster.ended_and_gone():
             if node_id not in needed:
-                self._at.store.delete(self._at.keys.node(node_id))
+                self._context.store.delete(self._context.keys.node(node_id))
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.flaps.quarantined(now)
         view = self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
-        if entry.world and self._at.status.stepping_generation == entry.world.generation:
+        if entry.world and self._context.status.stepping_generation == entry.world.generation:
             view = all_entered(view)
         return replace(
             view,
@@ -550,13 +556,13 @@ class Leadership:
                     self._waiting_reason = decision.reason
                     healthy = entry.world is not None and entry.world.state is WorldState.ACTIVE
                     level = logging.DEBUG if healthy else logging.INFO
-                    self._at.journal.emit(Waiting(reason=decision.reason), level=level)
+                    self._context.journal.emit(Waiting(reason=decision.reason), level=level)
                 soon = now + (RECHECK_S if self.roster.silent() else LEADER_IDLE_S)
                 until_s = decision.until_s
                 return None, soon if until_s is None else min(soon, until_s)
 
-    def _charge(self, proposal: Proposal, view: View, entry: WorldEntry, now: float) -> Done | None:
-        """Charge the breakage of the world to the job and its nodes."""
+    def _count(self, proposal: Proposal, view: View, entry: WorldEntry, now: float) -> Done | None:
+        """Count the breakage of the world to the job and its nodes."""
         assert entry.world is not None
         members = classify_members(view, entry.world)
         groups = [n.node.running.generation for n in members.running if n.node.running]
@@ -566,10 +572,10 @@ class Leadership:
             since_s=entry.since_s,
             failures=self.roster.failures_since(min([entry.world.generation, *groups])),
         )
-        stop = self._accounting.charge(broken, self._at.status.step_rate, now)
+        stop = self._accounting.count(broken, self._context.status.step_rate, now)
         if (judged := self._accounting.verdict) is not None:
             failed, verdict = judged
-            self._at.journal.emit(
+            self._context.journal.emit(
                 FailureJudged(
                     generation=entry.world.generation,
                     failed=failed.node,
@@ -587,6 +593,6 @@ class Leadership:
         if ended is not None:
             self._delete_ended()
             # The job's other keys are those that a node needs to learn of its end, or on leases.
-            for key in (self._at.keys.replicas, self._at.keys.hang_verdict):
-                self._at.store.delete(key)
+            for key in (self._context.keys.replicas, self._context.keys.hang_verdict):
+                self._context.store.delete(key)
         return ended

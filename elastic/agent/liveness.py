@@ -426,7 +426,7 @@ def _probe(
             contextlib.closing(Channel(connection, timeout_s=timeout_s, tls=tls)) as channel,
         ):
             # Without this agent's proof the connection does not count as a follower's.
-            found = channel.authenticate(key, expected=None, proves=False)
+            identity = channel.authenticate(key, expected=None, proves=False)
     except ConnectionRefusedError:
         return Verdict(Liveness.SUSPECT, f"{host}:{port} refuses connections", refused=True)
     except ConnectionResetError:
@@ -435,6 +435,6 @@ def _probe(
         return Verdict(Liveness.SUSPECT, f"{host}:{port} is not an agent of this run: {error}")
     except OSError as error:
         return Verdict(Liveness.SUSPECT, f"{host}:{port} is silent ({error})")
-    if found == node_id:
+    if identity == node_id:
         return Verdict(Liveness.ALIVE, f"{host}:{port} answers")
     return Verdict(Liveness.SUSPECT, f"{host}:{port} is now another agent", refused=True)

@@ -167,8 +167,8 @@ def _limit_bytes(options: AgentOptions, shm_bytes: int) -> int:
 
 
 def _shm_bytes(parent: Path) -> int:
-    found = os.statvfs(parent)
-    return found.f_frsize * found.f_blocks
+    usage = os.statvfs(parent)
+    return usage.f_frsize * usage.f_blocks
 
 
 def memory_bytes(options: AgentOptions) -> int:

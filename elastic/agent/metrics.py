@@ -718,15 +718,15 @@ def series_of(readings: NodeReadings) -> Iterator[MetricSeries]:
             is_collected = collects or metric.source is not MetricSource.WORKERS
             zeros = dict.fromkeys(metric.initial_series, 0.0) if is_collected else {}
             values = {**zeros, **counts.get(metric, {})}
-        found = MetricSeries(metric, values, distributions.get(metric, {}))
-        if found.values or found.distributions:
-            yield found
+        series = MetricSeries(metric, values, distributions.get(metric, {}))
+        if series.values or series.distributions:
+            yield series
 
 
 def _by_metric(
     items: Iterable[tuple[tuple[Metric, Labels], _V]],
 ) -> dict[Metric, dict[Labels, _V]]:
-    found: dict[Metric, dict[Labels, _V]] = {}
+    by_metric: dict[Metric, dict[Labels, _V]] = {}
     for (metric, labels), value in items:
-        found.setdefault(metric, {})[labels] = value
-    return found
+        by_metric.setdefault(metric, {})[labels] = value
+    return by_metric

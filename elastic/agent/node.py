@@ -77,9 +77,9 @@ class RunSecret:
 
         Open connections remain; new ones use the store's secret.
         """
-        found = _stored(store, keys, self._secret)
+        stored = _stored(store, keys, self._secret)
         with self._lock:
-            has_changed, self._secret = found != self._secret, found
+            has_changed, self._secret = stored != self._secret, stored
         if has_changed:
             get_logger().warning(
                 "etcd was wiped and has a different secret for this run: using the new one"
@@ -510,7 +510,7 @@ class StepTimesReport:
     """One per agent. If the options turn it off, no worker reports."""
 
     def __init__(self, context: NodeContext) -> None:
-        self._at = context
+        self._context = context
         self._times: dict[int, RankStepTimes] = {}  # by pid
         self._fresh: set[int] = set()  # reported since the record was written
 
@@ -527,12 +527,14 @@ class StepTimesReport:
     def publish(self, lease: Lease) -> None:
         """Write the record once all workers have reported: their windows end together. Called with
         the node's live lease."""
-        if not self._fresh or len(self._fresh) < self._at.status.node.nproc:
+        if not self._fresh or len(self._fresh) < self._context.status.node.nproc:
             return
-        node_id = self._at.status.node.node_id
+        node_id = self._context.status.node.node_id
         ranks = tuple(sorted(self._times.values(), key=lambda known: known.local_rank))
         record = NodeStepTimes(node_id=node_id, ranks=ranks)
-        self._at.store.put(self._at.keys.step_times_of(node_id), encode(record), lease=lease)
+        self._context.store.put(
+            self._context.keys.step_times_of(node_id), encode(record), lease=lease
+        )
         self._fresh.clear()
 
 

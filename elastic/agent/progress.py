@@ -46,7 +46,7 @@ class ProgressWriter:
         heartbeats: Callable[[], Mapping[str, ReceivedHeartbeat]] = dict,
         waiting: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        self._at = context
+        self._context = context
         self._lease = lease
         self._checkpoint_step = checkpoint_step
         self._planned_steps = planned_steps
@@ -70,41 +70,43 @@ class ProgressWriter:
 
     def _run(self) -> None:
         try:
-            while not self._at.clock.wait(self._closing, PROGRESS_S):
+            while not self._context.clock.wait(self._closing, PROGRESS_S):
                 self.write()
         except BaseException as error:
-            self._at.status.fail(error)
+            self._context.status.fail(error)
             raise
 
     def write(self) -> None:
         """Write the record once, if this node leads and something has changed. A failed write is
         not retried: the next one follows."""
-        lease, status = self._lease(), self._at.status
+        lease, status = self._lease(), self._context.status
         # Also while another node leads: the account continues if this one is elected next.
         progress = self._progress()
         if lease is None:
             self._written = None  # the next leader writes its own record
             return
-        now = self._at.clock.monotonic()
+        now = self._context.clock.monotonic()
         is_news = self._written is None or _facts(progress) != _facts(self._written)
         is_news |= bool(progress.heartbeats) and now - self._written_s >= PROGRESS_IDLE_S
         if status.store_problem or not is_news:
             return
         try:
-            self._at.store.put(self._at.keys.progress, encode_progress(progress), lease=lease)
+            self._context.store.put(
+                self._context.keys.progress, encode_progress(progress), lease=lease
+            )
         except CoordinationError:
             return
         self._written, self._written_s = progress, now
 
     def _progress(self) -> JobProgress:
-        step_rate, now_s = self._at.status.step_rate, self._at.clock.wall()
+        step_rate, now_s = self._context.status.step_rate, self._context.clock.wall()
         account = self._account
         step = step_rate.step if step_rate is not None else None
         step_time_s = round(step_rate.step_time_s, 6) if step_rate is not None else 0.0
         account.note(now_s, step, step_time_s, self._checkpoint_step())
         goodput = account.goodput(now_s)
         return JobProgress(
-            node_id=self._at.status.node.node_id,
+            node_id=self._context.status.node.node_id,
             generation=step_rate.generation if step_rate is not None else 0,
             step=step,
             step_time_s=step_time_s,
@@ -122,7 +124,7 @@ class ProgressWriter:
         )
 
     def _recorded_heartbeats(self, now_s: float) -> tuple[RecordedHeartbeat, ...]:
-        now = self._at.clock.monotonic()
+        now = self._context.clock.monotonic()
         return tuple(
             RecordedHeartbeat(
                 node_id=node_id,

@@ -55,8 +55,8 @@ class ForkMark:
 
     @classmethod
     def of(cls, descriptor: int) -> ForkMark:
-        found = os.fstat(descriptor)
-        return cls(descriptor, found.st_dev, found.st_ino)
+        status = os.fstat(descriptor)
+        return cls(descriptor, status.st_dev, status.st_ino)
 
     @classmethod
     def parse(cls, text: str) -> ForkMark | None:
@@ -68,17 +68,17 @@ class ForkMark:
     def is_held_by(self, process: str) -> bool:
         """Whether the process of this folder in ``/proc`` has inherited it."""
         try:
-            found = os.stat(f"{process}/fd/{self.descriptor}")
+            status = os.stat(f"{process}/fd/{self.descriptor}")
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+        return (status.st_dev, status.st_ino) == (self.device, self.inode)
 
 
 def marked_processes(node_id: str, forked: ForkMark | None = None) -> list[int]:
     """Pids of live processes that carry the agent's mark, started or forked; not this one, and no
     resource trackers."""
     mark = f"\0{MARK}={node_id}\0".encode()
-    found = []
+    pids = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -87,8 +87,8 @@ def marked_processes(node_id: str, forked: ForkMark | None = None) -> list[int]:
         except OSError:
             continue
         if mark in b"\0%b\0" % environment or (forked and forked.is_held_by(entry.path)):
-            found.append(int(entry.name))
-    return [pid for pid in found if not _is_resource_tracker(pid)]
+            pids.append(int(entry.name))
+    return [pid for pid in pids if not _is_resource_tracker(pid)]
 
 
 def _is_resource_tracker(pid: int) -> bool:
@@ -119,12 +119,12 @@ def kill_group(pid: int) -> None:
 
 def _group(leader: int) -> list[int]:
     """The processes of a process group."""
-    found = []
+    members = []
     for entry in os.scandir("/proc"):
         with contextlib.suppress(ValueError, ProcessLookupError, PermissionError):
             if os.getpgid(int(entry.name)) == leader:
-                found.append(int(entry.name))
-    return found
+                members.append(int(entry.name))
+    return members
 
 
 def end_marked(

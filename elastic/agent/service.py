@@ -158,13 +158,13 @@ class ReplicaWait:
     """
 
     def __init__(self, context: NodeContext) -> None:
-        self._at = context
+        self._context = context
         self._ask_at_s = -math.inf
 
     def look(self, now: float) -> float:
         """Called on every iteration once this node is registered; returns the time of the next
         call."""
-        status = self._at.status
+        status = self._context.status
         node, world = status.node, status.world
         is_inside = world is not None and node.node_id in world.node_ids
         if node.nodes_per_replica == 1 or is_inside or node.running is not None:
@@ -179,7 +179,7 @@ class ReplicaWait:
     def _nodes(self) -> list[Node] | None:
         """None while the store is unreachable, which the node's thread reports."""
         try:
-            entries = self._at.store.list(self._at.keys.nodes).entries
+            entries = self._context.store.list(self._context.keys.nodes).entries
         except CoordinationError:
             return None
         nodes = []
@@ -189,9 +189,9 @@ class ReplicaWait:
         return nodes
 
     def _report(self, why: str) -> None:
-        status = self._at.status
+        status = self._context.status
         if why and why != status.waits_for:
-            self._at.journal.emit(Waiting(reason=f"{status.node.name} waits: {why}"))
+            self._context.journal.emit(Waiting(reason=f"{status.node.name} waits: {why}"))
         status.waits_for = why
 
 
@@ -214,7 +214,7 @@ class IsolationDetector:
         workers: Workers | None,
         last_contact_s: Callable[[], float] | None,
     ) -> None:
-        self._at = context
+        self._context = context
         self._workers = workers
         self._last_contact_s = last_contact_s
         self._gone_by_s: float | None = None  # deadline of workers that have been asked to leave
@@ -235,7 +235,7 @@ class IsolationDetector:
         this node would not stop in time."""
         if not self.watch_is_cut or self._last_contact_s is None:
             return True
-        return self._at.clock.monotonic() - self._last_contact_s() <= STORE_AWAY_S
+        return self._context.clock.monotonic() - self._last_contact_s() <= STORE_AWAY_S
 
     def require(self) -> None:
         """Raise StoreUnreachable unless :attr:`reaches_store`."""
@@ -244,7 +244,7 @@ class IsolationDetector:
 
     def check(self) -> None:
         """Stop this node if it is cut off, once its workers have left or their time has expired."""
-        status, now = self._at.status, self._at.clock.monotonic()
+        status, now = self._context.status, self._context.clock.monotonic()
         before_s, self._checked_s = self._checked_s, now
         if self._last_contact_s is not None and now - before_s > FROZEN_S:
             self._excuse(self._last_contact_s(), now)
@@ -254,7 +254,7 @@ class IsolationDetector:
             return
         if self._last_contact_s is None or not status.has_workers_in_a_world:
             return
-        takeover_s = self._at.options.takeover_s
+        takeover_s = self._context.options.takeover_s
         if now - self._last_contact_s() <= takeover_s / 2 or now - self._thawed_s <= FROZEN_S:
             return
         if self._workers is None or not status.node.in_process:
@@ -273,11 +273,11 @@ class IsolationDetector:
         self._is_lost = True
         error = StoreUnreachable(
             f"no contact with etcd for {now - self._last_contact_s():.0f} s, half of takeover_s="
-            f"{self._at.options.takeover_s:g}: this node stops, because the others may "
+            f"{self._context.options.takeover_s:g}: this node stops, because the others may "
             "form a world without it",
             hint="check the network between this node and etcd, then start it again",
         )
-        self._at.status.fail(error)
+        self._context.status.fail(error)
 
 
 # ----------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Permission:
     """Renewed on every iteration of the node's thread."""
 
     def __init__(self, context: NodeContext, workers: PermittedWorkers | None) -> None:
-        self._at = context
+        self._context = context
         self._workers = workers
         self._granted_until_s = -math.inf
         self.on_permission: Callable[[float], object] = lambda until_s: None
@@ -322,7 +322,7 @@ class Permission:
         """Extend the permission if this node holds ``lease`` and has not been excluded."""
         if lease is None or lease.lost or self._is_excluded():
             return
-        takeover_s = self._at.options.takeover_s
+        takeover_s = self._context.options.takeover_s
         until_s = lease.renewed_s + permission_s(takeover_s)
         if until_s < self._granted_until_s + takeover_s / _RENEWALS:
             return
@@ -334,8 +334,8 @@ class Permission:
 
     def _is_excluded(self) -> bool:
         """Whether the job continues without this node, or has ended."""
-        node, world = self._at.status.node, self._at.status.world
-        if self._at.status.done is not None:
+        node, world = self._context.status.node, self._context.status.world
+        if self._context.status.done is not None:
             return True
         return (
             world is not None
@@ -355,7 +355,7 @@ class Registration:
     former lease are deleted."""
 
     def __init__(self, context: NodeContext, on_new_lease: Callable[[], object]) -> None:
-        self._at = context
+        self._context = context
         self._on_new_lease = on_new_lease
         self._lease: Lease | None = None
         self._knows_world = False  # the world has been read since this lease was granted
@@ -383,25 +383,27 @@ class Registration:
         is known. Raises :class:`CoordinationError`.
         """
         if self._lease is None or self._lease.lost:
-            self._lease = self._at.store.lease(
-                self._at.options.lease_s, on_lost=lambda: self._at.post(LeaseEnded())
+            self._lease = self._context.store.lease(
+                self._context.options.lease_s, on_lost=lambda: self._context.post(LeaseEnded())
             )
             self._on_new_lease()
             self._knows_world = False
             # With a new lease the store may be a new one, too.
-            self._at.secret.restore(self._at.store, self._at.keys)
-            self._at.job_folder.restore(self._at.store, self._at.keys)
-        node = self._at.status.node
+            self._context.secret.restore(self._context.store, self._context.keys)
+            self._context.job_folder.restore(self._context.store, self._context.keys)
+        node = self._context.status.node
         # The record of a finished node outlives its lease: a later leader would otherwise take the
         # node for lost, and interrupt the others.
         lease = None if node.state is NodeState.FINISHED else self._lease
         try:
-            self._at.store.put(self._at.keys.node(node.node_id), encode(node), lease=lease)
+            self._context.store.put(
+                self._context.keys.node(node.node_id), encode(node), lease=lease
+            )
         except LeaseGone:  # the store detected it before the renewal did
             gone, self._lease = self._lease, None
             gone.close(revoke=False)
             raise
-        world = None if self._knows_world else self._at.store.get(self._at.keys.world)
+        world = None if self._knows_world else self._context.store.get(self._context.keys.world)
         self._knows_world = self.is_current = True
         return world
 
@@ -409,7 +411,7 @@ class Registration:
         """The lease no longer exists in the store; it may be an earlier one."""
         if self._lease is None or not self._lease.lost:
             return
-        self._at.journal.emit(
+        self._context.journal.emit(
             LeaseLost(consequence="this node registers again under the same id"),
             level=logging.WARNING,
         )
@@ -418,10 +420,10 @@ class Registration:
     def withdraw(self, *, have_workers_ended: bool) -> None:
         """Delete the node's key, unless it records for the others that this node has finished, or
         left. Raises :class:`CoordinationError`."""
-        status, node = self._at.status, self._at.status.node
+        status, node = self._context.status, self._context.status.node
         if not self.is_current or (node.state is NodeState.FINISHED and status.done is None):
             return
-        key, world = self._at.keys.node(node.node_id), status.world
+        key, world = self._context.keys.node(node.node_id), status.world
         is_tracked = world is not None and node.node_id in {m.node_id for m in world.tracked}
         leaves = node.state in (NodeState.LEAVING, NodeState.FAILED) and status.done is None
         if leaves and have_workers_ended and is_tracked:
@@ -429,9 +431,9 @@ class Registration:
             # later could not tell its departure from a failure of its network, and would wait for
             # takeover_s. (The leader of the next world deletes the record.)
             left = replace(node, running=None, in_process=False, replica_start="", replica=())
-            self._at.store.put(key, encode(left), lease=None)
+            self._context.store.put(key, encode(left), lease=None)
         else:
-            self._at.store.delete(key)
+            self._context.store.delete(key)
 
     def end_lease(self, *, revoke: bool) -> None:
         """Stop renewing the lease, and revoke it. Raises :class:`CoordinationError`."""
@@ -468,7 +470,7 @@ class StoreEvents:
         supervisor: WorkerSupervisor,
         isolation: IsolationDetector,
     ) -> None:
-        self._at = context
+        self._context = context
         self._succession = succession
         self._registration = registration
         self._supervisor = supervisor
@@ -478,7 +480,7 @@ class StoreEvents:
 
     def handle(self, event: WatchEvent) -> None:
         """An event of the watch on the job's keys."""
-        keys, status = self._at.keys, self._at.status
+        keys, status = self._context.keys, self._context.status
         self._isolation.watch_is_cut = isinstance(event, Disconnected)
         match event:
             case Reset(snapshot, reason):
@@ -486,9 +488,9 @@ class StoreEvents:
             case Put(entry) if entry.key == keys.leader:
                 self._succession.learn(entry)
             case Put(entry) if entry.key == keys.world:
-                status.read_world(entry, self._at.clock.monotonic())
+                status.read_world(entry, self._context.clock.monotonic())
             case Put(entry) if entry.key == keys.done:
-                record_end(self._at, decode(Done, entry.key, entry.value))
+                record_end(self._context, decode(Done, entry.key, entry.value))
             case Put(entry):
                 self._supervisor.on_entry(entry)
             case Deleted(key, revision) if key == keys.leader:
@@ -499,12 +501,12 @@ class StoreEvents:
             case Disconnected(error):
                 self.report(StoreUnreachable(error), "training continues; reconnecting")
             case Reconnected():
-                self._at.journal.emit(StoreProblem(error="", consequence="the store is back"))
+                self._context.journal.emit(StoreProblem(error="", consequence="the store is back"))
 
     def _on_reset(self, entries: dict[str, Entry], reason: str) -> None:
-        keys, status = self._at.keys, self._at.status
+        keys, status = self._context.keys, self._context.status
         if reason == "wiped":
-            self._at.journal.emit(
+            self._context.journal.emit(
                 StoreProblem(
                     error="the store was wiped or replaced",
                     consequence="this node registers again",
@@ -521,9 +523,9 @@ class StoreEvents:
         if (verdict := entries.get(keys.hang_verdict)) is not None:
             self._supervisor.on_entry(verdict)
         if (done := entries.get(keys.done)) is not None:
-            record_end(self._at, decode(Done, done.key, done.value))
+            record_end(self._context, decode(Done, done.key, done.value))
         if (world := entries.get(keys.world)) is not None:
-            status.read_world(world, self._at.clock.monotonic())
+            status.read_world(world, self._context.clock.monotonic())
         else:
             status.set_world_revision(0)
 
@@ -531,8 +533,8 @@ class StoreEvents:
 
     def on_broken_record(self, error: RecordError) -> bool:
         """A record is invalid. Returns whether the node continues, and retries."""
-        if self._at.status.node.running is None and self._at.status.world is None:
-            self._at.status.fail(error)  # a joining node cannot handle it in a meaningful way
+        if self._context.status.node.running is None and self._context.status.world is None:
+            self._context.status.fail(error)  # a joining node cannot handle it in a meaningful way
             return False
         self.report(error, "training continues")
         return True
@@ -542,8 +544,8 @@ class StoreEvents:
         retries."""
         if isinstance(error, LeaseGone):
             self._registration.expire()
-        elif not isinstance(error, StoreUnreachable) and self._at.status.node.running is None:
-            self._at.status.fail(error)
+        elif not isinstance(error, StoreUnreachable) and self._context.status.node.running is None:
+            self._context.status.fail(error)
             return False
         consequence = "training continues; trying again"
         if error.hint and not isinstance(error, StoreUnreachable):
@@ -553,9 +555,9 @@ class StoreEvents:
 
     def report(self, error: ElasticError, consequence: str) -> None:
         """Write a problem of the store to the journal, unless it is the current one."""
-        known, self._at.status.store_problem = self._at.status.store_problem, error
+        known, self._context.status.store_problem = self._context.status.store_problem, error
         if known is None or error.message != known.message:
-            self._at.journal.emit(
+            self._context.journal.emit(
                 StoreProblem(error=error.message, consequence=consequence), level=logging.WARNING
             )
 
@@ -578,7 +580,7 @@ class NodeLoop:
         last_contact_s: Callable[[], float] | None = None,
         metrics: NodeMetrics | None = None,
     ) -> None:
-        self._at = context
+        self._context = context
         status, options, secret = context.status, context.options, context.secret
         node = status.node
         self._heartbeats = Heartbeats(node.node_id, context.clock)
@@ -591,22 +593,22 @@ class NodeLoop:
             limits=replace(LIMITS, silence_s=peer_silence_s(options.lease_s)),
             clock=context.clock,
         )
-        self.succession = Succession(self._at, self.liveness)
-        self.supervisor = WorkerSupervisor(self._at, oom_kills, metrics)
-        self.registration = Registration(self._at, self.supervisor.register_again)
-        self._replica_wait = ReplicaWait(self._at)
-        self.isolation = IsolationDetector(self._at, self.supervisor.workers, last_contact_s)
-        self.permission = Permission(self._at, self.supervisor.workers)
+        self.succession = Succession(self._context, self.liveness)
+        self.supervisor = WorkerSupervisor(self._context, oom_kills, metrics)
+        self.registration = Registration(self._context, self.supervisor.register_again)
+        self._replica_wait = ReplicaWait(self._context)
+        self.isolation = IsolationDetector(self._context, self.supervisor.workers, last_contact_s)
+        self.permission = Permission(self._context, self.supervisor.workers)
         self._unannounced_leave = None
         if (workers := self.supervisor.workers) is not None:
             self._unannounced_leave = UnannouncedLeave(
-                self._at,
+                self._context,
                 lambda: workers.announced.current,
                 workers.announced.ask_to_leave,
                 lambda: self.isolation.watch_is_cut or bool(status.store_problem),
             )
         self._progress = ProgressWriter(
-            self._at,
+            self._context,
             lambda: self.registration.current_lease if self.succession.term else None,
             lambda: self.supervisor.checkpoint_step,
             lambda: self.supervisor.planned_steps,
@@ -627,7 +629,7 @@ class NodeLoop:
         self._thread = threading.Thread(target=self._run, name="elastic-node", daemon=True)
 
     def _liveness_callbacks(self) -> LivenessCallbacks:
-        post = self._at.post
+        post = self._context.post
         return LivenessCallbacks(
             on_opened=lambda node_id, is_leader: post(ConnectionOpened(node_id, is_leader)),
             on_closed=lambda node_id, was_leader: post(ConnectionClosed(node_id, was_leader)),
@@ -637,7 +639,7 @@ class NodeLoop:
             on_dropped=lambda node_id: post(ConnectionDropped(node_id)),
             on_world=lambda record: post(PushedWorld(record)),
             on_heartbeat=self._heartbeats.record,
-            on_error=self._at.status.fail,
+            on_error=self._context.status.fail,
         )
 
     def node_states(self) -> Mapping[NodeState, int] | None:
@@ -653,12 +655,12 @@ class NodeLoop:
         self.liveness.start()
         self.supervisor.start()
         self._progress.start()
-        self._watch = watch_job(self._at)
+        self._watch = watch_job(self._context)
         self._thread.start()
 
     def close(self) -> None:
         """Resign, delete the node's key, end the lease, join. Idempotent."""
-        self._at.post(Close())
+        self._context.post(Close())
         if self._thread.is_alive():
             self._thread.join()
         self.liveness.close()
@@ -673,11 +675,11 @@ class NodeLoop:
             while not self._may_end():
                 self._turn()
         except BaseException as error:
-            self._at.status.fail(error)
+            self._context.status.fail(error)
             raise
         finally:
             self._end()
-            self._at.status.watchdog.rest()
+            self._context.status.watchdog.rest()
 
     def _may_end(self) -> bool:
         """Whether the thread may end: it is closing and, if this node leaves, a world without it
@@ -685,7 +687,7 @@ class NodeLoop:
         empty world behind, not one of dead members for which a later start would wait."""
         if self._close_by_s is None:
             return False
-        status, node = self._at.status, self._at.status.node
+        status, node = self._context.status, self._context.status.node
         world = status.world
         return (
             node.state not in (NodeState.LEAVING, NodeState.FAILED)
@@ -694,16 +696,16 @@ class NodeLoop:
             or status.done is not None
             or self.isolation.is_lost
             or bool(status.store_problem)
-            or self._at.clock.monotonic() >= self._close_by_s
+            or self._context.clock.monotonic() >= self._close_by_s
         )
 
     def _turn(self) -> None:
         for message in self._take():
             self._guarded(lambda message=message: self._handle(message))  # type: ignore[misc]
-            self.supervisor.announce(self._at.status.world)
+            self.supervisor.announce(self._context.status.world)
         if self._guarded(self._duties):
-            self._at.status.store_problem = None
-        self.supervisor.announce(self._at.status.world)
+            self._context.status.store_problem = None
+        self.supervisor.announce(self._context.status.world)
         self.permission.renew(self.registration.current_lease)
         self._heartbeats.send_if_due(self.supervisor.heartbeat, self.liveness.report)
         self.isolation.check()
@@ -722,13 +724,15 @@ class NodeLoop:
         except CoordinationError as error:
             continues = self.store_events.on_failed_call(error)
         if continues:
-            self._next_wake_s = self._at.clock.monotonic() + NODE_RETRY_S
+            self._next_wake_s = self._context.clock.monotonic() + NODE_RETRY_S
         return False
 
     def _take(self) -> list[object]:
         """All messages in the inbox; blocks until there is one or a deadline has passed."""
-        self._at.status.watchdog.heartbeat()
-        return self._at.inbox.take(max(0.0, self._next_wake_s - self._at.clock.monotonic()))
+        self._context.status.watchdog.heartbeat()
+        return self._context.inbox.take(
+            max(0.0, self._next_wake_s - self._context.clock.monotonic())
+        )
 
     def _handle(self, message: object) -> None:
         term = self.succession.term
@@ -737,7 +741,7 @@ class NodeLoop:
                 self.store_events.handle(event)
             case NodesEvent():
                 if term is not None:
-                    term.on_nodes(message, self._at.status.world)
+                    term.on_nodes(message, self._context.status.world)
             case Probed():
                 if term is not None:
                     term.on_probed(message)
@@ -752,24 +756,24 @@ class NodeLoop:
             case WorkersStart():
                 self.supervisor.forget_workers()
             case PushedWorld(record):
-                self._at.status.read_pushed_world(record, self._at.clock.monotonic())
+                self._context.status.read_pushed_world(record, self._context.clock.monotonic())
             case ChangeNode(change):
-                self._at.status.change_node(change)
+                self._context.status.change_node(change)
                 self.registration.expire()
             case LeaseEnded():
                 self.registration.on_lease_ended()
             case Close():
-                self._close_by_s = self._at.clock.monotonic() + LEAVING_WORLD_S
+                self._close_by_s = self._context.clock.monotonic() + LEAVING_WORLD_S
             case _:
                 self.supervisor.handle(message)
 
     def _duties(self) -> None:
-        now = self._at.clock.monotonic()
+        now = self._context.clock.monotonic()
         self._next_wake_s = now + (NODE_IDLE_S if self._close_by_s is None else NODE_RETRY_S / 5)
         if self.isolation.is_lost:
             return
         self.isolation.require()
-        if not self.registration.is_current and self._at.status.node.nproc > 0:
+        if not self.registration.is_current and self._context.status.node.nproc > 0:
             self._register()
         refused: CoordinationError | None = None
         for duty in (
@@ -801,27 +805,27 @@ class NodeLoop:
             self._next_wake_s = min(self._next_wake_s, self.supervisor.look_for_replica(now))
 
     def _judge(self) -> None:
-        if (term := self.succession.term) is not None and self._at.status.done is None:
-            term.judge(self._at.status.world_entry)
+        if (term := self.succession.term) is not None and self._context.status.done is None:
+            term.judge(self._context.status.world_entry)
 
     def _lead(self) -> None:
         term = self.succession.term
         if term is not self._end_read_in:
             if term is not None:
-                read_end(self._at)
+                read_end(self._context)
             self._end_read_in = term
-        if term is None or self._at.status.done is not None:
+        if term is None or self._context.status.done is not None:
             return
-        written, again_s = term.lead(self._at.status.world_entry, self._at.status.done)
+        written, again_s = term.lead(self._context.status.world_entry, self._context.status.done)
         self._next_wake_s = min(self._next_wake_s, again_s)
         if isinstance(written, WorldEntry):
-            self._at.status.set_world(written)
+            self._context.status.set_world(written)
         elif written is not None:
-            record_end(self._at, written)
+            record_end(self._context, written)
 
     def _register(self) -> None:
         if (world := self.registration.write()) is not None:
-            self._at.status.read_world(world, self._at.clock.monotonic())
+            self._context.status.read_world(world, self._context.clock.monotonic())
 
     def _end(self) -> None:
         """Leave the store gracefully: best effort; otherwise the lease expires."""
@@ -1006,7 +1010,7 @@ class NodeService:
         oom_kills: OomKillCounter | None = None,
         metrics: NodeMetrics | None = None,
     ) -> None:
-        self._at = context
+        self._context = context
         self._journal = context.journal
         self._oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
         self.status = context.status
@@ -1083,13 +1087,17 @@ class NodeService:
         """
         node = self.status.node
         if node.running is None:
-            refuse_if_incompatible(self._at.store, self._at.keys, replace(node, nproc=nproc))
+            refuse_if_incompatible(
+                self._context.store, self._context.keys, replace(node, nproc=nproc)
+            )
         self.status.stopping = True  # until new workers are started
         after = node.running.generation if node.running else node.arrived_for
         is_oom_kill = failure_exit_code == -signal.SIGKILL and (
             node.failure_is_oom_kill or self._oom_kills.has_killed()
         )
-        kernel_log = self._at.kernel_log.excerpt().lines if failure_exit_code is not None else ()
+        kernel_log = (
+            self._context.kernel_log.excerpt().lines if failure_exit_code is not None else ()
+        )
         if is_oom_kill and OOM_KILL not in (failure or ""):
             failure = f"{failure or 'a worker was ended by SIGKILL'}: {OOM_KILL}"
         is_recovery = after > 0 and failure is None  # of others: the leader's log has their origin
@@ -1120,7 +1128,7 @@ class NodeService:
         )
         # After the change: while the node still counts as running its last world, the next one
         # without it would be announced to the workers that are started now.
-        self._at.post(WorkersStart())
+        self._context.post(WorkersStart())
 
     def warm_up(self) -> None:
         """The main thread starts workers that are in no world yet."""
@@ -1133,7 +1141,7 @@ class NodeService:
         self.status.stopping = False
         self.status.failure_step = None
         self._oom_kills.mark()
-        self._at.kernel_log.mark()
+        self._context.kernel_log.mark()
 
     def enter(self, world: WorldRecord, *, waited_s: float) -> None:
         """The main thread passes ``world`` to its workers."""
@@ -1211,7 +1219,7 @@ class NodeService:
     def replacement_ended(self, pid: int, local_rank: int, exit_code: int) -> None:
         """Notify the node's thread that a worker has ended, unless the link has noticed it."""
         if pid in self.status.unconnected:
-            self._at.post(ReplacementEnded(pid, local_rank, exit_code))
+            self._context.post(ReplacementEnded(pid, local_rank, exit_code))
 
     @property
     def has_first_rank(self) -> bool:
@@ -1241,7 +1249,7 @@ class NodeService:
     def leave(self, reason: str, *, failed: bool = False) -> None:
         """Let the others continue without this node. Safe in a signal handler."""
         state = NodeState.FAILED if failed else NodeState.LEAVING
-        self._at.post(ChangeNode(lambda node: replace(node, state=state)))
+        self._context.post(ChangeNode(lambda node: replace(node, state=state)))
         self._journal.emit(NodeLeaving(reason=reason))
 
     def finished(self) -> None:
@@ -1263,7 +1271,7 @@ class NodeService:
                 status.watchdog.heartbeat()
                 if status.fatal is not None or not self.loop.alive:
                     return None
-                now = self._at.clock.monotonic()
+                now = self._context.clock.monotonic()
                 problem_since_s = (problem_since_s or now) if status.store_problem else None
                 limit_s = when_full_s if isinstance(status.store_problem, StoreFull) else patience_s
                 if problem_since_s is not None and now - problem_since_s > limit_s:
@@ -1274,24 +1282,24 @@ class NodeService:
     @property
     def probes(self) -> Routes:
         """The responses of ``/livez``, ``/readyz`` and ``/metrics``."""
-        probes = routes_of(self.status, self._at.options.hung_after_s)
+        probes = routes_of(self.status, self._context.options.hung_after_s)
         return {**probes, "/metrics": self._metrics_page}
 
     def _metrics_page(self) -> MetricsPage:
-        run_id, node = self._at.keys.run_id, self.status.node.name
+        run_id, node = self._context.keys.run_id, self.status.node.name
         return exporters.render(self.readings, run_id=run_id, node=node)
 
     def close(self) -> None:
         """Leave the store gracefully: resign, delete the key, end the lease. Idempotent."""
         self.loop.close()
-        self._at.store.close()
-        self._at.kernel_log.close()
+        self._context.store.close()
+        self._context.kernel_log.close()
 
     def park(self, leaving: Leaving) -> None:
         """After :meth:`close`, if the job has ended: keep running until SIGTERM."""
         if self.status.done is not None:
-            park(self.status, self.status.done, leaving, self._journal, self._at.clock)
+            park(self.status, self.status.done, leaving, self._journal, self._context.clock)
 
     def change(self, change: Callable[[Node], Node]) -> None:
         """Change the node's record immediately, as seen by this thread, and publish it."""
-        publish_change(self._at, change)
+        publish_change(self._context, change)

@@ -101,7 +101,7 @@ class Succession:
     """Owned by the node's thread; only the probe of a leader runs elsewhere and posts back."""
 
     def __init__(self, context: NodeContext, liveness: LivenessServer) -> None:
-        self._at = context
+        self._context = context
         self._liveness = liveness
         self._entry: LeaderEntry | None = None
         self._absent_since_s = context.clock.monotonic()
@@ -112,7 +112,7 @@ class Succession:
 
     @property
     def _my_id(self) -> str:
-        return self._at.status.node.node_id
+        return self._context.status.node.node_id
 
     def learn_absent(self, revision: int | None = None) -> None:
         """The leader key is gone, deleted at ``revision`` (None: not there in a snapshot)."""
@@ -149,21 +149,21 @@ class Succession:
     def wake_s(self) -> float | None:
         """When ``duties`` must run again."""
         if self._entry is None:
-            return self._absent_since_s + 2 * self._at.options.lease_s
+            return self._absent_since_s + 2 * self._context.options.lease_s
         return self._follow_at_s
 
     def _campaign(self, lease: Lease, now: float) -> None:
         # A leaving node campaigns, too: the last one to leave must write that into a world.
-        node = self._at.status.node
+        node = self._context.status.node
         if not may_campaign(
-            self._at.status.world,
+            self._context.status.world,
             node.node_id,
             absent_for_s=now - self._absent_since_s,
-            patience_s=2 * self._at.options.lease_s,
+            patience_s=2 * self._context.options.lease_s,
         ):
             return
         me = Leader(node_id=node.node_id, address=node.address, liveness_port=node.liveness_port)
-        won = campaign(self._at.store, self._at.keys, me, lease)
+        won = campaign(self._context.store, self._context.keys, me, lease)
         if won is not None:
             self._set(won)
 
@@ -171,11 +171,11 @@ class Succession:
         before = self._entry.leader.node_id if self._entry else None
         after = entry.leader.node_id if entry else None
         if entry is None and self._entry is not None:
-            self._absent_since_s = self._at.clock.monotonic()
+            self._absent_since_s = self._context.clock.monotonic()
         self._entry = entry
         if before == after:
             return
-        self._at.journal.emit(LeaderChanged(leader=after), level=logging.DEBUG)
+        self._context.journal.emit(LeaderChanged(leader=after), level=logging.DEBUG)
         self._follow_at_s = None
         if after != self._my_id:
             self.end_term()
@@ -189,8 +189,8 @@ class Succession:
 
     def _begin_term(self) -> None:
         self.end_term()
-        self.term = Leadership(self._at, self._liveness.announce, self.connections)
-        world = self._at.status.world
+        self.term = Leadership(self._context, self._liveness.announce, self.connections)
+        world = self._context.status.world
         if world is not None:  # for followers that are cut off from the store
             self._liveness.announce(encode(world))
 
@@ -202,7 +202,7 @@ class Succession:
 
     def _hand_over_if_outside(self, term: Leadership) -> None:
         """A leader outside the world hands over leadership to a member."""
-        world, entry = self._at.status.world, self._entry
+        world, entry = self._context.status.world, self._entry
         if world is None or entry is None or self._my_id in world.node_ids:
             return
         self._hand_over(term, entry, filter(term.roster.is_alive, world.node_ids))
@@ -210,12 +210,12 @@ class Succession:
     def _hand_over_if_cut_off(self, term: Leadership, now: float) -> None:
         """If most members of a broken world do not respond to the leader, although they renew their
         leases, the leader is cut off: it cannot form a world, but one of them may."""
-        world, entry = self._at.status.world, self._entry
+        world, entry = self._context.status.world, self._entry
         if world is None or entry is None or self._my_id not in world.node_ids:
             return
         if not term.roster.has_failure_reports:
             return
-        unresponsive = term.roster.unresponsive(world, since_s=now - self._at.options.lease_s)
+        unresponsive = term.roster.unresponsive(world, since_s=now - self._context.options.lease_s)
         if 2 * len(unresponsive) > len(world.node_ids):
             self._hand_over(term, entry, unresponsive)
 
@@ -235,7 +235,9 @@ class Succession:
             known = term.roster.find(node_id)
             if known is None or known.node.state in _DEPARTING:
                 continue
-            handed = hand_over(self._at.store, self._at.keys, entry, known.node, known.lease_id)
+            handed = hand_over(
+                self._context.store, self._context.keys, entry, known.node, known.lease_id
+            )
             if handed is not None:
                 self._set(handed)
             return
@@ -260,7 +262,7 @@ class Succession:
             return
         if self._probing is not None and self._probing.is_alive():
             # Perhaps of a former leader, whose verdict says nothing about this one.
-            self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
+            self._follow_at_s = self._context.clock.monotonic() + FOLLOW_AGAIN_S
             return
         self._probing = threading.Thread(
             target=self._probe, args=(entry,), name="elastic-probe-leader", daemon=True
@@ -268,22 +270,22 @@ class Succession:
         self._probing.start()
 
     def _probe(self, entry: LeaderEntry) -> None:
-        leader, world = entry.leader, self._at.status.world
+        leader, world = entry.leader, self._context.status.world
         members = world.members if world is not None else ()
         process = next((m.process for m in members if m.node_id == leader.node_id), None)
-        if process is not None and proved_gone(process, self._at.status.node.process):
+        if process is not None and proved_gone(process, self._context.status.node.process):
             verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
         else:
             verdict = probe(
                 leader.address,
                 leader.liveness_port,
                 leader.node_id,
-                key=self._at.secret.key(LIVENESS),
-                timeout_s=self._at.options.probe_s,
-                tls=self._at.tls,
-                clock=self._at.clock,
+                key=self._context.secret.key(LIVENESS),
+                timeout_s=self._context.options.probe_s,
+                tls=self._context.tls,
+                clock=self._context.clock,
             )
-        self._at.post(LeaderProbed(entry, verdict))
+        self._context.post(LeaderProbed(entry, verdict))
 
     def on_probed(self, probed: LeaderProbed, *, reaches_store: bool = True) -> None:
         """If it is dead, delete its key, so that a successor is elected at once."""
@@ -293,18 +295,18 @@ class Succession:
         # Silent, or refusing and never connected: its lease decides. In the meantime this
         # node tries to reconnect; likewise if its key cannot be deleted now, because it is then
         # probed again once the store responds, or if it has written its key again since.
-        self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
+        self._follow_at_s = self._context.clock.monotonic() + FOLLOW_AGAIN_S
         is_lost = self.connections.is_lost(entry.leader.node_id)
         is_dead = verdict.liveness is Liveness.DEAD or (verdict.refused and is_lost)
         if is_dead and reaches_store and entry == probed.entry:
-            evict(self._at.store, self._at.keys, entry)
+            evict(self._context.store, self._context.keys, entry)
             self._set(None)
 
     def resign(self) -> None:
         """End the term and free the key."""
         self.end_term()
         if self._entry is not None and self._entry.leader.node_id == self._my_id:
-            evict(self._at.store, self._at.keys, self._entry)
+            evict(self._context.store, self._context.keys, self._entry)
 
     def join_threads(self) -> None:
         if self._probing is not None:

@@ -59,7 +59,7 @@ class WorkerTuning:
     def variables(self, peers: Sequence[str]) -> dict[str, str | None]:
         """For workers that are about to start, in a world with nodes at these addresses (without
         this node, the leader first)."""
-        found = _effective(
+        settings = _effective(
             self._options,
             self._network,
             self._given,
@@ -68,22 +68,22 @@ class WorkerTuning:
             own_address=self._own_address,
             is_configured=self._is_configured,
         )
-        if found != self._last:
-            self._report(found)
-        self._last = found
-        return found.variables()
+        if settings != self._last:
+            self._report(settings)
+        self._last = settings
+        return settings.variables()
 
-    def _report(self, found: WorkerEnvironment) -> None:
+    def _report(self, settings: WorkerEnvironment) -> None:
         self._journal.emit(
             WorkersTuned(
-                profile=found.profile.name,
-                reason=found.profile.reason,
-                interface=found.route.interface if found.route is not None else None,
-                interface_reason=found.route.reason if found.route is not None else None,
+                profile=settings.profile.name,
+                reason=settings.profile.reason,
+                interface=settings.route.interface if settings.route is not None else None,
+                interface_reason=settings.route.reason if settings.route is not None else None,
             )
         )
         if self._last is None:
-            for warning in found.warnings:
+            for warning in settings.warnings:
                 get_logger().warning("%s (`elastic env` shows all variables)", warning)
 
 

@@ -158,7 +158,7 @@ class AnnouncedWorlds:
     """Across all starts of a node's workers."""
 
     def __init__(self, context: NodeContext, server: LinkServer) -> None:
-        self._at = context
+        self._context = context
         self._server = server
         self.newest: WorldRecord | None = None  # announced since the workers were last started
         self.have_to_leave = False  # they were asked to leave: their ends are not deaths
@@ -166,20 +166,20 @@ class AnnouncedWorlds:
     @property
     def current(self) -> WorldRecord | None:
         """The newest world that they have received: by an announcement, or at their start."""
-        return self.newest or self._at.status.running
+        return self.newest or self._context.status.running
 
     @property
     def last_generation(self) -> int:
         """The newest generation that this node was in."""
-        node = self._at.status.node
-        worlds = [w for w in (self._at.status.running, self.newest) if w is not None]
+        node = self._context.status.node
+        worlds = [w for w in (self._context.status.running, self.newest) if w is not None]
         known = [w.generation for w in worlds if node.node_id in w.node_ids]
         return max([*known, node.arrived_for])
 
     def welcome(self, worker: Worker) -> None:
         """Send a worker that has just connected its first world, or a newer one if it was formed
         since the worker started."""
-        running, newest = self._at.status.running, self.newest
+        running, newest = self._context.status.running, self.newest
         if newest is not None and (running is None or newest.generation > running.generation):
             self._send(newest, worker)
         elif running is not None:
@@ -187,7 +187,7 @@ class AnnouncedWorlds:
 
     def announce(self, world: WorldRecord | None) -> None:
         """Announce the newest world, once, if it concerns workers that need no restart."""
-        node = self._at.status.node
+        node = self._context.status.node
         if world is None or not node.in_process:
             return
         if self.newest is not None and world.generation <= self.newest.generation:
@@ -202,8 +202,8 @@ class AnnouncedWorlds:
             return  # a spare: it waits for a world that includes it
         self.newest = world
         if is_member:
-            self._at.status.announced_world = world
-            self._at.status.before_announcing()  # they may read this node's data about the others
+            self._context.status.announced_world = world
+            self._context.status.before_announcing()  # they may read its data about others
         self._send(world, None)
 
     def ask_to_leave(self, reason: str) -> None:
@@ -224,25 +224,25 @@ class AnnouncedWorlds:
 
     def forget(self) -> None:
         """The workers are restarted."""
-        self.newest = self._at.status.announced_world = None
+        self.newest = self._context.status.announced_world = None
 
     def _send(self, world: WorldRecord, to: Worker | None) -> None:
         for worker in self._server.workers() if to is None else (to,):
-            self._server.send(assign(self._at, world, worker), worker)
+            self._server.send(assign(self._context, world, worker), worker)
 
 
 # ----------------------------------------------------------------------------
 # This node's failure report in the store: written under its lease, removed once handled.
 
 _ERROR_CHARACTERS = 500
-_ACCUSED = 64  # every node may report as many: half of a large job may be unreachable
+_MAX_UNREACHABLE = 64  # every node may report as many: half of a large job may be unreachable
 
 
 class FailureReporter:
     """One per agent. At most one report at a time, of the newest generation that has failed."""
 
     def __init__(self, context: NodeContext) -> None:
-        self._at = context
+        self._context = context
         self._report: FailureReport | None = None  # to be written, or written
         self._is_written = False
 
@@ -250,13 +250,13 @@ class FailureReporter:
         """Whether there is a report for this generation or a later one."""
         return self._report is not None and self._report.generation >= generation
 
-    def report(self, generation: int, error: str, *, accused: tuple[str, ...] = ()) -> None:
-        """Replace the report; :meth:`publish` writes it. ``accused``: ids of nodes."""
+    def report(self, generation: int, error: str, *, unreachable: tuple[str, ...] = ()) -> None:
+        """Replace the report; :meth:`publish` writes it. ``unreachable``: ids of nodes."""
         self._report = FailureReport(
-            node_id=self._at.status.node.node_id,
+            node_id=self._context.status.node.node_id,
             generation=generation,
             error=error[:_ERROR_CHARACTERS],
-            accused=accused[:_ACCUSED],
+            unreachable=unreachable[:_MAX_UNREACHABLE],
         )
         self._is_written = False
 
@@ -265,15 +265,15 @@ class FailureReporter:
         report = self._report
         if report is None:
             return
-        key = self._at.keys.failure_report(self._at.status.node.node_id)
-        newest = self._at.status.world
+        key = self._context.keys.failure_report(self._context.status.node.node_id)
+        newest = self._context.status.world
         is_answered = newest is not None and newest.generation > report.generation
         if is_answered and newest is not None and newest.switch_at_step is None:
             if self._is_written:
-                self._at.store.delete(key)
+                self._context.store.delete(key)
             self._report = None
         elif not self._is_written:
-            self._at.store.put(key, encode(report), lease=lease)
+            self._context.store.put(key, encode(report), lease=lease)
             self._is_written = True
 
     def register_again(self) -> None:
@@ -377,7 +377,7 @@ class Readiness:
     """One per agent, across all starts of its workers."""
 
     def __init__(self, context: NodeContext, known: KnownWorkers, server: LinkServer) -> None:
-        self._at = context
+        self._context = context
         self._known = known
         self._server = server
         self._checked_s = context.clock.monotonic()
@@ -390,7 +390,7 @@ class Readiness:
         A longer pause between two calls, of an agent that was frozen with its workers, is counted
         as a short one.
         """
-        now_s = self._at.clock.monotonic()
+        now_s = self._context.clock.monotonic()
         passed_s = min(now_s - self._checked_s, MAX_COUNTED_S)
         self._checked_s = now_s
         self._end_meetings(passed_s)
@@ -418,7 +418,7 @@ class Readiness:
 
     def _report(self, passed_s: float) -> None:
         """Report the workers for which ready ones wait."""
-        node, known = self._at.status.node, self._known
+        node, known = self._context.status.node, self._known
         is_waiting = node.state is NodeState.STARTING and bool(known.ready & known.present)
         if not is_waiting:
             self._waited_s, self._reports_at_s = 0.0, NOT_READY_S
@@ -435,7 +435,7 @@ class Readiness:
         waits = (
             self._wait_of(local_rank, here.get(local_rank)) for local_rank in range(node.nproc)
         )
-        self._at.journal.emit(
+        self._context.journal.emit(
             WorkersNotReady(
                 waited_s=round(self._waited_s, 1), reason="; ".join(filter(None, waits))
             ),
@@ -473,18 +473,18 @@ class ReplicaMeetings:
     """One per agent, across all starts of its workers."""
 
     def __init__(self, context: NodeContext, known: KnownWorkers, server: LinkServer) -> None:
-        self._at = context
+        self._context = context
         self._known = known
         self._server = server
         self._ask_at_s = -math.inf
 
     @property
     def _node(self) -> Node:
-        return self._at.status.node
+        return self._context.status.node
 
     def forget(self) -> None:
         """Reset the state when the workers are restarted."""
-        self._at.status.replica_is_lost = False
+        self._context.status.replica_is_lost = False
 
     # ── requests of workers ──────────────────────────────────────────────────────────────
 
@@ -495,28 +495,28 @@ class ReplicaMeetings:
         if not workers:
             return
         if node.running is None and (refusal := self._refusal(request.mesh)) is not None:
-            self._at.status.fail(refusal)
+            self._context.status.fail(refusal)
             return
-        publish_change(self._at, lambda n: replace(n, mesh=request.mesh))
+        publish_change(self._context, lambda n: replace(n, mesh=request.mesh))
         if size <= node.nproc:
             nonce = secrets.token_hex(8)
             for one in workers:
                 self._known.meeting_left_s[one.pid] = _time_to_meet_s(request)
                 meeting = ReplicaMeet(nonce=nonce, rank=one.local_rank % size, size=size)
                 self._server.send(meeting, one)
-        elif (running := self._at.status.running) is not None:
+        elif (running := self._context.status.running) is not None:
             self._meet_in_world(running)
         else:
             start = secrets.token_hex(8)
-            publish_change(self._at, lambda n: replace(n, replica_start=start, replica=()))
+            publish_change(self._context, lambda n: replace(n, replica_start=start, replica=()))
             for one in workers:
                 self._server.send(ReplicaPending(), one)
 
     def _refusal(self, mesh: str) -> NodeRefused | None:
         """The error that ends this node if the job that it joins runs with another mesh."""
-        node, keys = self._node, self._at.keys
+        node, keys = self._node, self._context.keys
         try:
-            nodes = _nodes_of(self._at.store.list(keys.nodes).entries).values()
+            nodes = _nodes_of(self._context.store.list(keys.nodes).entries).values()
         except CoordinationError:
             return None  # the group of the next world compares the meshes, too
         others = (n for n in nodes if n.running is not None and n.mesh not in ("", mesh))
@@ -544,7 +544,7 @@ class ReplicaMeetings:
     def _meet(self, nonce: str, node_ids: tuple[str, ...], host: str, port: int) -> None:
         node = self._node
         first_rank = node_ids.index(node.node_id) * node.nproc
-        publish_change(self._at, lambda n: replace(n, replica=node_ids))
+        publish_change(self._context, lambda n: replace(n, replica=node_ids))
         for worker in self._server.workers():
             meeting = ReplicaMeet(
                 nonce=nonce,
@@ -552,8 +552,8 @@ class ReplicaMeetings:
                 size=len(node_ids) * node.nproc,
                 store_host=host,
                 store_port=port,
-                store_key=self._at.secret.key(STORE).text,
-                store_tls=self._at.tls.files if self._at.tls is not None else None,
+                store_key=self._context.secret.key(STORE).text,
+                store_tls=self._context.tls.files if self._context.tls is not None else None,
             )
             self._server.send(meeting, worker)
 
@@ -575,7 +575,7 @@ class ReplicaMeetings:
         return self._ask_at_s
 
     def _look(self, node: Node) -> None:
-        keys, store = self._at.keys, self._at.store
+        keys, store = self._context.keys, self._context.store
         entry = store.get(keys.replicas)
         # Read after the seats: a node publishes the id of its start before it takes a seat.
         nodes = _nodes_of(store.list(keys.nodes).entries)
@@ -591,7 +591,7 @@ class ReplicaMeetings:
         if node.replica:
             # Only recorded seats: each start of the same node's workers has a different seat.
             recorded = tuple(replica for replica in replicas if replica in known)
-            self._at.status.replica_is_lost = _ids_of(recorded, own_seat) != node.replica
+            self._context.status.replica_is_lost = _ids_of(recorded, own_seat) != node.replica
             return
         if replicas != known:
             record = encode(ReplicaSeats(replicas=replicas))
@@ -620,8 +620,8 @@ def _time_to_meet_s(request: ReplicaJoin) -> float:
 
 
 def _ids_of(replicas: tuple[NodeReplica, ...], own_seat: ReplicaSeat) -> tuple[str, ...]:
-    found = next((r for r in replicas if own_seat in r.seats), None)
-    return tuple(seat.node_id for seat in found.seats) if found is not None else ()
+    replica = next((r for r in replicas if own_seat in r.seats), None)
+    return tuple(seat.node_id for seat in replica.seats) if replica is not None else ()
 
 
 # ----------------------------------------------------------------------------
@@ -660,7 +660,7 @@ class WorkerDeaths:
         announced: AnnouncedWorlds,
         oom_kills: OomKillCounter,
     ) -> None:
-        self._at = context
+        self._context = context
         self._known = known
         self._announced = announced
         self._oom_kills = oom_kills
@@ -668,7 +668,7 @@ class WorkerDeaths:
     def on_exit_notice(self, worker: Worker, notice: Exiting) -> None:
         """A worker is about to end with an error: exclude its node now. Until its process has
         ended, which may take seconds, peers would wait for it in the next world."""
-        known, status = self._known, self._at.status
+        known, status = self._known, self._context.status
         is_leaving = self._announced.have_to_leave or status.node.state is NodeState.LEAVING
         is_trained_with = status.node.state in (NodeState.READY, NodeState.STARTING)
         if notice.clean or is_leaving or status.stopping or not is_trained_with:
@@ -678,7 +678,7 @@ class WorkerDeaths:
         siblings = known.replicas.siblings(worker.pid)
         known.end(worker)
         known.failed.add(worker.pid)
-        kernel_log = self._at.kernel_log.excerpt()
+        kernel_log = self._context.kernel_log.excerpt()
         # The kernel prefers the process with most memory: of a data loader's, or the worker.
         is_killed = _KILLED_DATA_WORKER.search(notice.error) is not None
         is_oom_kill = is_killed and self._oom_kills.has_killed()
@@ -690,13 +690,13 @@ class WorkerDeaths:
 
     def _emit_died(self, worker: Worker, reason: str, kernel_log: str = "") -> None:
         pid, local_rank = worker.pid, worker.local_rank
-        self._at.journal.emit(
+        self._context.journal.emit(
             WorkerDied(pid=pid, local_rank=local_rank, reason=reason, kernel_log=kernel_log)
         )
 
     def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
         """A process has ended: notify the other nodes before torchrun detects it."""
-        known, status = self._known, self._at.status
+        known, status = self._known, self._context.status
         was_ready = worker.pid in known.ready
         is_reported = worker.pid in known.failed
         hung = known.hung.get(worker.pid)
@@ -723,7 +723,7 @@ class WorkerDeaths:
             was_ready or self._was_replacing(worker, death, siblings)
         )
         is_killed = death.signal == signal.SIGKILL and hung is None
-        kernel_log = self._at.kernel_log.excerpt()
+        kernel_log = self._context.kernel_log.excerpt()
         # Evaluated once per failure: the counter only includes earlier ones.
         is_oom_kill = (
             is_failure
@@ -747,7 +747,7 @@ class WorkerDeaths:
     def on_unkillable(self, pid: int, reason: str) -> None:
         """A killed worker is blocked in the kernel."""
         hung = self._known.hung.get(pid, f"a worker (pid {pid}) was ended by SIGKILL")
-        publish_unkillable(self._at, f"{hung}; {reason}", self._announced.last_generation)
+        publish_unkillable(self._context, f"{hung}; {reason}", self._announced.last_generation)
 
     def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
         """Replace a replacement that was killed before it had connected to the link."""
@@ -755,9 +755,9 @@ class WorkerDeaths:
         worker = Worker(ended.pid, ended.local_rank, token=0)
         death = WorkerDeath(ended.pid, ended.exit_code if signum is None else None, signum, None)
         kill_group(ended.pid)
-        if self._at.status.stopping or not self._was_replacing(worker, death, ()):
+        if self._context.status.stopping or not self._was_replacing(worker, death, ()):
             return
-        self._at.status.to_replace.add(ended.pid)
+        self._context.status.to_replace.add(ended.pid)
         self._emit_died(worker, describe_death(worker, death))
 
     def _publish_failure(
@@ -767,14 +767,14 @@ class WorkerDeaths:
         failure: WorkerFailed,
     ) -> None:
         """Publish the failure in the node's record."""
-        status, generation = self._at.status, self._announced.last_generation
+        status, generation = self._context.status, self._announced.last_generation
         is_replaced = self._can_be_replaced({worker.pid, *(w.pid for w in siblings)})
         if is_replaced:  # before the state: the main thread reads both
             self._announced.newest = None
             status.to_replace.add(worker.pid)
             self._end_replica(worker, siblings)
         publish_change(
-            self._at,
+            self._context,
             lambda n: replace(
                 n,
                 state=NodeState.STARTING if is_replaced else NodeState.ARRIVED,
@@ -793,7 +793,7 @@ class WorkerDeaths:
 
     def _can_be_replaced(self, replica: set[int]) -> bool:
         """Whether other workers can wait with their state for replacements of these."""
-        status, known = self._at.status, self._known
+        status, known = self._context.status, self._known
         return (
             status.can_replace
             and (status.node.in_process or bool(status.to_replace))
@@ -806,7 +806,7 @@ class WorkerDeaths:
     ) -> bool:
         """Whether the replacement of a dead worker was killed before it was ready, and can be
         replaced again. A replacement that exits would fail again: torchrun restarts all."""
-        status = self._at.status
+        status = self._context.status
         if death.signal in (None, signal.SIGTERM) or not status.to_replace:
             return False
         is_rare = len(status.to_replace) < MAX_REPLACED_STARTS * status.node.nproc
@@ -821,7 +821,7 @@ class WorkerDeaths:
             # Its death may be reported after the first replacement has joined, which must not meet
             # the dead rank.
             self._known.end(worker)
-            self._at.status.to_replace.add(worker.pid)
+            self._context.status.to_replace.add(worker.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
 
@@ -904,7 +904,7 @@ class Workers:
         *,
         make_server: Callable[..., LinkServer] = LinkServer,
     ) -> None:
-        self._at = context
+        self._context = context
         self._metrics = metrics if metrics is not None else NodeMetrics(context.clock)
         oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
         self.server = make_server(
@@ -924,17 +924,17 @@ class Workers:
 
     def on_message(self, worker: Worker, message: Message) -> None:
         """A message from the link."""
-        world = self._at.status.world
+        world = self._context.status.world
         self._metrics.on_worker_message(worker.pid, worker.local_rank, message, world)
         if worker.pid in self._known.ended:
             return  # sent before this agent killed it
         match message:
             case ClientHandshakeRequest():
-                self._known.starts[worker.pid] = self._at.status.starts
-                self._at.status.unconnected.discard(worker.pid)
-                self._at.status.workers_joined = True
-                if self._at.status.to_replace:
-                    self._at.status.undecided.add(worker.pid)
+                self._known.starts[worker.pid] = self._context.status.starts
+                self._context.status.unconnected.discard(worker.pid)
+                self._context.status.workers_joined = True
+                if self._context.status.to_replace:
+                    self._context.status.undecided.add(worker.pid)
                 self._welcome(worker)
             case Ready(max_ranks=max_ranks):
                 self._on_ready(worker, max_ranks)
@@ -952,13 +952,17 @@ class Workers:
             case Left():
                 self._known.left.add(worker.pid)
                 if self._known.have_left:
-                    self._at.status.note_workers_left()
+                    self._context.status.note_workers_left()
             case SigtermAsk():
-                leaving = self._node.state is NodeState.LEAVING and not self._at.status.stopping
+                leaving = (
+                    self._node.state is NodeState.LEAVING and not self._context.status.stopping
+                )
                 self.server.send(SigtermAnswer(leaving=leaving), worker)
             case FolderAsk(folder=folder):
                 # If etcd does not answer, this raises an error, and the worker asks again.
-                agreed = self._at.job_folder.agree(self._at.store, self._at.keys, folder)
+                agreed = self._context.job_folder.agree(
+                    self._context.store, self._context.keys, folder
+                )
                 self.server.send(FolderAnswer(folder=agreed), worker)
             case Exiting():
                 self.deaths.on_exit_notice(worker, message)
@@ -967,53 +971,55 @@ class Workers:
 
     @property
     def _node(self) -> Node:
-        return self._at.status.node
+        return self._context.status.node
 
     def _welcome(self, worker: Worker) -> None:
         """The message to a worker that has just connected."""
         if self._permit is not None:
             self.server.send(self._permit, worker)
-        if self._at.options.straggler_action != "off":
-            self.server.send(MeasureSteps(window_s=self._at.options.straggler_window_s), worker)
+        if self._context.options.straggler_action != "off":
+            self.server.send(
+                MeasureSteps(window_s=self._context.options.straggler_window_s), worker
+            )
         if self._metrics.collects_worker_events:
             self.server.send(CountEvents(), worker)
         self.announced.welcome(worker)
 
     def _on_ready(self, worker: Worker, max_ranks: int) -> None:
         self._known.ready.add(worker.pid)
-        self._at.status.undecided.add(worker.pid)
+        self._context.status.undecided.add(worker.pid)
         if len(self._known.ready & self._known.present) < self._node.nproc:
             return
         if self._node.state is NodeState.STARTING:
-            self._at.status.to_replace.clear()
+            self._context.status.to_replace.clear()
             publish_change(
-                self._at,
+                self._context,
                 lambda n: replace(n, in_process=True, state=NodeState.READY, max_ranks=max_ranks),
             )
 
     def _on_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
         if worker.local_rank == 0 and (heartbeat.phase == IN_STEP or heartbeat.step_time_s > 0):
-            self._at.status.stepping_generation = heartbeat.generation
+            self._context.status.stepping_generation = heartbeat.generation
         # Without the duration of a step, the beginning of a later one cannot be predicted.
         if worker.local_rank == 0 and heartbeat.generation and heartbeat.step_time_s > 0:
-            now = self._at.clock.monotonic()
-            self._at.status.step_rate = StepRate(
+            now = self._context.clock.monotonic()
+            self._context.status.step_rate = StepRate(
                 heartbeat.generation, heartbeat.step, heartbeat.step_time_s, now
             )
 
     def _on_entered(self, worker: Worker, generation: int, step: int) -> None:
         entered = self._known.entered
         entered[worker.pid] = generation
-        now = self._at.clock.monotonic()
-        if worker.local_rank == 0 and (step_rate := self._at.status.step_rate) is not None:
-            self._at.status.step_rate = StepRate(generation, step, step_rate.step_time_s, now)
+        now = self._context.clock.monotonic()
+        if worker.local_rank == 0 and (step_rate := self._context.status.step_rate) is not None:
+            self._context.status.step_rate = StepRate(generation, step, step_rate.step_time_s, now)
         count = sum(entered.get(pid) == generation for pid in self._known.present)
         if count < self._node.nproc:
             return
         world = self.announced.newest
         if world is None or world.generation != generation:
             return
-        self._at.journal.emit(
+        self._context.journal.emit(
             WorldEntered(
                 generation=generation,
                 first_rank=world.first_rank_of(self._node.node_id),
@@ -1022,9 +1028,9 @@ class Workers:
             ),
             level=logging.DEBUG,
         )
-        self._at.status.failure_step = None
+        self._context.status.failure_step = None
         publish_change(
-            self._at,
+            self._context,
             lambda n: replace(
                 n,
                 running=world,
@@ -1043,19 +1049,19 @@ class Workers:
             return  # already handled
         if self.reporter.has_reported(generation):
             return
-        self._at.journal.emit(
+        self._context.journal.emit(
             CollectiveFailed(generation=generation, local_rank=worker.local_rank, error=error),
             level=logging.DEBUG,  # the leader's log has the lost node and the reason
         )
-        accused = (
+        unreachable = (
             *nodes_of(newest, generation, failure.missing),
             *nodes_at(newest, generation, failure.unreachable),
         )
         if failure.missing and newest is not None:
             # Ranks differ from world to world, and a node that never arrives stays the same.
-            names = [m.name for m in newest.members if m.node_id in accused]
+            names = [m.name for m in newest.members if m.node_id in unreachable]
             error = f"{error} ({listed(names)})" if names else error
-        self.reporter.report(generation, error, accused=accused)
+        self.reporter.report(generation, error, unreachable=unreachable)
 
     def is_hung(self, pid: int, reason: str) -> None:
         """A worker is about to be ended."""
@@ -1073,11 +1079,11 @@ class Workers:
         """A process has ended."""
         self._metrics.on_worker_ended(worker.pid)
         self.deaths.on_ended(worker, death)
-        self._at.status.undecided.discard(worker.pid)
+        self._context.status.undecided.discard(worker.pid)
 
     def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
         """Handle the end of a replacement that had not connected when torchrun polled it."""
-        status = self._at.status
+        status = self._context.status
         if ended.pid not in self._known.starts and ended.pid not in status.to_replace:
             self.deaths.on_ended_unconnected(ended)
         status.unconnected.discard(ended.pid)
@@ -1089,10 +1095,10 @@ class Workers:
         self._known.forget()
         self.announced.forget()
         self.replicas.forget()
-        self._at.status.workers_left = False
-        self._at.status.to_replace.clear()
-        self._at.status.undecided.clear()
-        self._at.status.unconnected.clear()
+        self._context.status.workers_left = False
+        self._context.status.to_replace.clear()
+        self._context.status.undecided.clear()
+        self._context.status.unconnected.clear()
 
     def permit(self, until_s: float) -> None:
         """Permit the workers to train until ``until_s`` of this machine's boot time."""
@@ -1121,7 +1127,7 @@ class WorkerSupervisor:
         oom_kills: OomKillCounter,
         metrics: NodeMetrics | None = None,
     ) -> None:
-        self._at = context
+        self._context = context
         options = context.options
         in_process = options.mode == "in-process"
         self._keys = context.keys
@@ -1147,7 +1153,7 @@ class WorkerSupervisor:
     @property
     def heartbeat(self) -> NodeHeartbeat:
         """The state of this node's workers, for the leader."""
-        status = self._at.status
+        status = self._context.status
         return NodeHeartbeat(
             generation=status.stepping_generation,
             step=status.step_rate.step if status.step_rate is not None else None,
@@ -1209,9 +1215,9 @@ class WorkerSupervisor:
             case WorkerUnkillable(pid, reason):
                 if self.workers is not None:
                     self.workers.deaths.on_unkillable(pid, reason)
-                elif (running := self._at.status.node.running) is not None:
+                elif (running := self._context.status.node.running) is not None:
                     failure = f"a worker (pid {pid}) was ended by SIGKILL; {reason}"
-                    publish_unkillable(self._at, failure, running.generation)
+                    publish_unkillable(self._context, failure, running.generation)
             case WorldHung(generation, reason):
                 if self.workers is not None:
                     self.workers.world_is_hung(generation, reason)

@@ -29,14 +29,14 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments here: those of a subcommand are reported by its parent in
         argparse, whose ``-h`` does not list the right ones."""
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             if not flag.startswith("-"):
                 self.error(f"unexpected argument {unknown[0]!r}")
             known = [s for action in self._actions for s in action.option_strings]
             self.error(f"unknown flag {flag}{nearest(flag, known)}")
-        return found, unknown
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, hint=f"`{self.prog} -h` lists its arguments")
@@ -50,8 +50,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("--zzz", ["--nnodes"])
     ''
     """
-    found = get_close_matches(name, list(known), n=1)
-    return f", did you mean {found[0]!r}?" if found else ""
+    matches = get_close_matches(name, list(known), n=1)
+    return f", did you mean {matches[0]!r}?" if matches else ""
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -121,13 +121,13 @@ class Check:
             return self.report
         record, outcome = undisturbed
         rounding = self._rounding(record)
-        if found := rounding.irreproducible():
+        if noise := rounding.irreproducible():
             self._add(
                 "the same again",
                 "differs",
-                f"two undisturbed runs; {_begins(found)}",
+                f"two undisturbed runs; {_begins(noise)}",
                 self._undisturbed_s,
-                first_step=found[0].step,
+                first_step=noise[0].step,
                 advice=("seed what the script draws, and compute nothing from the time",),
             )
             return self.report
@@ -204,10 +204,10 @@ class Check:
 
         name = f"{self._size} ranks"
         took_s = self._undisturbed_s
-        found = comparison.differing_state(record, alone, rounding)
-        same = comparison.names_of_state(record) if not found else frozenset()
+        differences = comparison.differing_state(record, alone, rounding)
+        same = comparison.names_of_state(record) if not differences else frozenset()
         wrong = self._wrong_amounts(record, alone)
-        if not found and not wrong:
+        if not differences and not wrong:
             values = comparison.differing_values(record, alone, rounding, only=record.means)
             message = f"as alone: same weights, {_amounts(record, alone)}"
             if values:
@@ -216,16 +216,16 @@ class Check:
             return same
         reasons = _reasons(record)
         if wrong or not reasons:
-            text = "; ".join([*wrong, *([_begins(found)] if found else [])])
+            text = "; ".join([*wrong, *([_begins(differences)] if differences else [])])
             advice = (
                 "without a fault, the result depends on the number of ranks: a loss is to be the "
                 "mean over the batch (docs/how-to/adopt.md)",
             )
-            step = found[0].step if found else None
+            step = differences[0].step if differences else None
             self._add(name, "differs", text, took_s, first_step=step, advice=advice)
         else:
-            text = f"{' and '.join(reasons)}; {_begins(found)}"
-            self._add(name, "depends", text, took_s, first_step=found[0].step)
+            text = f"{' and '.join(reasons)}; {_begins(differences)}"
+            self._add(name, "depends", text, took_s, first_step=differences[0].step)
             self.report.notes.append(
                 "weights depend on the number of ranks, with plain DDP, too: after a death without "
                 "a replacement they are not compared"
@@ -335,7 +335,7 @@ class Check:
         wrong = self._wrong_amounts(got, wanted)
         shared = comparison.names_of_state(wanted) - self._own_of_ranks
         shared = shared if only is None else shared & only
-        found = comparison.differing_state(got, wanted, rounding, only=shared)
+        differences = comparison.differing_state(got, wanted, rounding, only=shared)
         is_same_size = only is None
         # Rank 0's own values are those of another rank after its death.
         logged = None if is_same_size and options["rank"] else wanted.means
@@ -345,16 +345,16 @@ class Check:
         variables = comparison.differing_variables(got, wanted, rounding.noisy, self._sources)
         is_comparable = is_same_size and before is None  # variables hold what a rank has, too
         lost = [v for v in variables if v.has_tensors and is_comparable]
-        if found or wrong or values or lost:
+        if differences or wrong or values or lost:
             parts = [*wrong]
-            if found:
-                parts.append(_begins(found))
+            if differences:
+                parts.append(_begins(differences))
             elif values:
                 parts.append(f"{_listed(values)} in step {values[0].step}")
-            if lost and not found:
+            if lost and not differences:
                 parts.append(f"same weights, but not {', '.join(v.name for v in lost)}")
-            step = found[0].step if found else None
-            advice = (*self._advice(found, variables, lost), *_new_warnings(got, wanted))
+            step = differences[0].step if differences else None
+            advice = (*self._advice(differences, variables, lost), *_new_warnings(got, wanted))
             self._add(
                 name, "differs", "; ".join(parts), took_s, first_step=step, advice=advice, **options
             )
@@ -383,11 +383,14 @@ class Check:
         return wrong
 
     def _advice(
-        self, found: Sequence[Difference], variables: Sequence[Variable], lost: Sequence[Variable]
+        self,
+        differences: Sequence[Difference],
+        variables: Sequence[Variable],
+        lost: Sequence[Variable],
     ) -> Iterator[str]:
         from elastic.testing.small_world.comparison import line_that_sets
 
-        keys = [d.name.rpartition(".")[2] for d in found if ".param_groups." in d.name]
+        keys = [d.name.rpartition(".")[2] for d in differences if ".param_groups." in d.name]
         for key in dict.fromkeys(keys):
             if line := line_that_sets(self._script.read_text(), key):
                 yield f"line {line} sets {key}: {self._line(line)}"
@@ -528,13 +531,13 @@ def _new_warnings(got: Record, wanted: Record) -> list[str]:
     return [f"warning: {text}" for text in got.warnings if text not in wanted.warnings]
 
 
-def _begins(found: Sequence[Difference]) -> str:
-    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    return f"after step {found[0].step}: {_listed(found)}{more}"
+def _begins(differences: Sequence[Difference]) -> str:
+    more = f" and {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
+    return f"after step {differences[0].step}: {_listed(differences)}{more}"
 
 
-def _listed(found: Sequence[Difference]) -> str:
-    return ", ".join(one.describe() for one in found[:_MAX_NAMED])
+def _listed(differences: Sequence[Difference]) -> str:
+    return ", ".join(each.describe() for each in differences[:_MAX_NAMED])
 
 
 def _reasons(record: Record) -> list[str]:

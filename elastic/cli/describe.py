@@ -92,20 +92,20 @@ def _node_named(view: JobView, name: str | None) -> Node:
     names = [node.name for node in view.nodes]
     if name is None:
         raise ConfigError("no node name is given", hint=f"live nodes: {_listed(names)}")
-    found = [node for node in view.nodes if name in (node.name, node.node_id)]
+    matches = [node for node in view.nodes if name in (node.name, node.node_id)]
     ended = next((b for b in reversed(view.breakages) if name in names_in(b)), None)
-    if not found and ended is not None:
+    if not matches and ended is not None:
         raise ConfigError(
             f"node {printable(name, 60)} is not alive: {_ago(view, ended.time_s)}, in generation "
             f"{ended.generation}, {incident(ended)}",
             hint=f"details: elastic describe incident {ended.generation}",
         )
-    if not found:
+    if not matches:
         raise ConfigError(
             f"there is no live node {printable(name, 60)}{nearest(name, names)}",
             hint=f"live nodes: {_listed(names)}",
         )
-    return found[-1]
+    return matches[-1]
 
 
 def _node(view: JobView, node: Node) -> Iterator[str]:
@@ -157,13 +157,13 @@ def _incident_named(view: JobView, name: str | None) -> BreakageRecord:
         )
     if name is None:
         return breakages[-1]
-    found = [b for b in breakages if str(b.generation) == name]
-    if not found:
+    matches = [b for b in breakages if str(b.generation) == name]
+    if not matches:
         raise ConfigError(
             f"no incident ended generation {printable(name, 60)}",
             hint=f"incidents are recorded for generation {known}",
         )
-    return found[-1]
+    return matches[-1]
 
 
 def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
@@ -181,7 +181,7 @@ def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
         yield _field("verdict", breakage.verdict)
     if breakage.response:
         yield _field("response", breakage.response)
-    yield _field("budget", "charged" if breakage.counts else "not charged")
+    yield _field("budget", "counted" if breakage.counts else "not counted")
     yield _field("now", sentence(view))
     for failure in breakage.failures:
         yield _field("failure", f"on {failure.node}, exit code {failure.exit_code}")

@@ -40,12 +40,12 @@ def main(argv: Sequence[str]) -> int:
     """Run ``elastic env ARGV``; returns the exit code."""
     args = parser().parse_args(list(argv))
     options = options_of(args)
-    found = of_this_machine(args, options, os.environ, read_network())
+    settings = of_this_machine(args, options, os.environ, read_network())
     if args.output == "json":
-        print(json.dumps(_document(found), indent=2))
+        print(json.dumps(_document(settings), indent=2))
     else:
-        _print_table(found, is_wide=args.sources)
-    for warning in found.warnings:
+        _print_table(settings, is_wide=args.sources)
+    for warning in settings.warnings:
         print(f"elastic: {warning}", file=sys.stderr)
     return 0
 
@@ -107,30 +107,31 @@ def of_this_machine(
     )
 
 
-def _document(found: WorkerEnvironment) -> dict[str, Any]:
+def _document(settings: WorkerEnvironment) -> dict[str, Any]:
     return {
-        "profile": found.profile._asdict(),
-        "interface": found.route._asdict() if found.route is not None else None,
+        "profile": settings.profile._asdict(),
+        "interface": settings.route._asdict() if settings.route is not None else None,
         "variables": [
-            {**asdict(variable), "is_set": variable.origin != DEFAULT} for variable in found.entries
+            {**asdict(variable), "is_set": variable.origin != DEFAULT}
+            for variable in settings.entries
         ],
-        "warnings": list(found.warnings),
+        "warnings": list(settings.warnings),
     }
 
 
-def _print_table(found: WorkerEnvironment, *, is_wide: bool) -> None:
+def _print_table(settings: WorkerEnvironment, *, is_wide: bool) -> None:
     from rich.table import Table
 
-    print(f"profile {found.profile.name}: {found.profile.reason}")
-    if found.route is None:
+    print(f"profile {settings.profile.name}: {settings.profile.reason}")
+    if settings.route is None:
         print("interface: unknown without a leader; pass --leader=ADDRESS")
     else:
-        print(f"interface {found.route.interface}: {found.route.reason}")
+        print(f"interface {settings.route.interface}: {settings.route.reason}")
     columns = ("variable", "value", "from", "why", *(("source",) if is_wide else ()))
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column in ("variable", "value", "from"))
-    for variable in found.entries:
+    for variable in settings.entries:
         row = [variable.name, variable.value, variable.origin, variable.reason]
         table.add_row(*row, *((variable.source,) if is_wide else ()))
     table_console().print(table)

@@ -192,9 +192,9 @@ def _changes(
     if changes is None:
         return []
     changes.exclude(recorded)
-    found = changes.take(at_once=at_once)
+    newer = changes.take(at_once=at_once)
     notes.print([changes.problem] * bool(changes.problem))
-    return found
+    return newer
 
 
 @contextmanager

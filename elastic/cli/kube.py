@@ -377,13 +377,13 @@ def _labels_options(given: Sequence[str]) -> Mapping[str, str]:
 
 
 def _mapping(flag: str, pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
-    found: dict[str, str] = {}
+    mapping: dict[str, str] = {}
     for key, value in pairs:
-        if found.setdefault(key, value) != value:
+        if mapping.setdefault(key, value) != value:
             raise ConfigError(
-                f"{flag}={key} is given as {found[key]!r} and as {value!r}", hint="choose one"
+                f"{flag}={key} is given as {mapping[key]!r} and as {value!r}", hint="choose one"
             )
-    return found
+    return mapping
 
 
 def _given(check: Callable[[str, str], _T], flag: str, text: str | None) -> _T | None:
@@ -431,7 +431,7 @@ class _Removal(_Patch):
 
 def patches(wanted: Overlay) -> Iterator[str]:
     """The field ``patches``, if there are any."""
-    found = [
+    entries = [
         *_workload_patch(wanted),
         *_queue_patches(wanted),
         *_account_patches(wanted),
@@ -439,9 +439,9 @@ def patches(wanted: Overlay) -> Iterator[str]:
         *_claim_patches(wanted),
         *_policy_patches(wanted),
     ]
-    if found:
+    if entries:
         yield "patches:"
-        for patch in found:
+        for patch in entries:
             yield from patch.lines()
 
 

@@ -148,10 +148,10 @@ def _lines(records: Sequence[JournalRecord], now_s: float) -> Iterator[str]:
     if (saved := _last(records, "checkpoint-saved")) is not None:
         yield f"last checkpoint of step {saved.whole('step')}, {_ago(saved, now_s)}"
     yield from _nodes(records, now_s)
-    found = [r for r in records if r.name in _INCIDENTS][-_MAX_INCIDENTS:]
-    if found:
+    incidents = [r for r in records if r.name in _INCIDENTS][-_MAX_INCIDENTS:]
+    if incidents:
         yield "recent incidents:"
-        yield from (f"  {_ago(r, now_s)}: {incident_of(r)}" for r in reversed(found))
+        yield from (f"  {_ago(r, now_s)}: {incident_of(r)}" for r in reversed(incidents))
 
 
 def _nodes(records: Sequence[JournalRecord], now_s: float) -> Iterator[str]:

@@ -97,14 +97,14 @@ def format_of(given: str | None, output: Path | None, *, is_terminal: bool) -> s
                 "refusing to write HTML to a terminal", hint="give a file: -o report.html"
             )
         return given or "md"
-    found = given or _BY_SUFFIX.get(output.suffix.lower())
-    if found is None:
+    chosen = given or _BY_SUFFIX.get(output.suffix.lower())
+    if chosen is None:
         shown = printable(str(output))
         raise ConfigError(
             f"-o {shown}: the extension determines no format",
             hint=f"for example -o report.html, or -o {shown} --format=html|md|json",
         )
-    return found
+    return chosen
 
 
 def rendered(report: RunReport, form: str) -> str:

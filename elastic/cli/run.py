@@ -439,9 +439,9 @@ class _RunParser(CommandParser):
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """The flags of which ``option_string`` is an abbreviation: none if it fits several. The
         argparse of Python 3.11 refuses it then, even if it is an argument of the script."""
-        found: list[Any] = super()._get_option_tuples(option_string)
-        actions = {id(action) for action, *_ in found}
-        return found[:1] if len(actions) == 1 else []
+        flags: list[Any] = super()._get_option_tuples(option_string)
+        actions = {id(action) for action, *_ in flags}
+        return flags[:1] if len(actions) == 1 else []
 
 
 # ----------------------------------------------------------------------------
@@ -458,10 +458,10 @@ def tree(root: int) -> tuple[int, ...]:
     for pid, parent in _parents():
         alive.add(pid)
         children.setdefault(parent, []).append(pid)
-    found = [root] if root in alive else []
-    for pid in found:  # grows during the loop: breadth first
-        found.extend(children.get(pid, ()))
-    return tuple(found)
+    pids = [root] if root in alive else []
+    for pid in pids:  # grows during the loop: breadth first
+        pids.extend(children.get(pid, ()))
+    return tuple(pids)
 
 
 def kill_tree(root: int) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def document(view: JobView) -> dict[str, Any]:
     """The document. Times are Unix times, durations seconds."""
     world, progress = view.world, view.progress
     goodput = view.goodput
-    found = {
+    fields = {
         "schema": SCHEMA,
         "run_id": view.run_id,
         "time": round(view.at_s, 3),
@@ -77,12 +77,12 @@ def document(view: JobView) -> dict[str, Any]:
         },
         "notes": list(view.notes),
     }
-    return {name: _shortened(value) for name, value in found.items()}
+    return {name: _shortened(value) for name, value in fields.items()}
 
 
 def node_document(view: JobView, node: Node) -> dict[str, Any]:
     """etcd's records of a live node."""
-    found = {
+    fields = {
         **_node(view, node),
         "leads": view.leader is not None and view.leader.node_id == node.node_id,
         "liveness_port": node.liveness_port,
@@ -96,12 +96,12 @@ def node_document(view: JobView, node: Node) -> dict[str, Any]:
         "failure_exit_code": node.failure_exit_code,
         "incidents": [_incident(b) for b in view.breakages if node.name in names_in(b)],
     }
-    return _described(view, "node", found)
+    return _described(view, "node", fields)
 
 
 def incident_document(view: JobView, breakage: BreakageRecord) -> dict[str, Any]:
     """etcd's records of an incident."""
-    found = {
+    fields = {
         **_incident(breakage),
         "lived_s": round(breakage.lived_s, 3),
         "steps": breakage.steps,
@@ -113,19 +113,19 @@ def incident_document(view: JobView, breakage: BreakageRecord) -> dict[str, Any]
         ],
         "now": sentence(view),
     }
-    return _described(view, "incident", found)
+    return _described(view, "incident", fields)
 
 
 def checkpoint_document(view: JobView, step: int) -> dict[str, Any]:
     """etcd's records of the last committed checkpoint, that of ``step``."""
     behind, cost_s = view.behind_checkpoint(step)
-    found = {
+    fields = {
         "step": step,
         "age_s": _rounded(view.checkpoint_age_s),
         "steps_behind": behind,
         "behind_s": _rounded(cost_s),
     }
-    return _described(view, "checkpoint", found)
+    return _described(view, "checkpoint", fields)
 
 
 def names_in(breakage: BreakageRecord) -> frozenset[str]:
@@ -134,12 +134,12 @@ def names_in(breakage: BreakageRecord) -> frozenset[str]:
     return frozenset((*breakage.lost, *breakage.left, *failed))
 
 
-def _described(view: JobView, kind: str, found: dict[str, Any]) -> dict[str, Any]:
+def _described(view: JobView, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "run_id": _shortened(view.run_id),
         "time": round(view.at_s, 3),
-        kind: _shortened(found, _LONGEST_DESCRIBED),
+        kind: _shortened(fields, _LONGEST_DESCRIBED),
     }
 
 

@@ -139,10 +139,10 @@ def late_heartbeats(
     if _is_old(progress, now_s):
         ago = duration(now_s - progress.time_s)
         return [f"the leader has recorded no heartbeats for {ago}, or clocks differ"]
-    found = ((node, heartbeats.get(node.node_id, HeartbeatView())) for node in nodes)
+    pairs = ((node, heartbeats.get(node.node_id, HeartbeatView())) for node in nodes)
     return [
         f"no heartbeat of {printable(node.name, 60)} for {duration(heartbeat.age_s)}"
-        for node, heartbeat in found
+        for node, heartbeat in pairs
         if heartbeat.is_late and heartbeat.age_s is not None
     ]
 

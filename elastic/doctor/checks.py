@@ -126,10 +126,10 @@ def summary(findings: Iterable[Finding]) -> str:
     >>> summary([ok("etcd", "reachable"), ok("MTU", "1500"), skipped("GPU", "none")])
     '2 ok, 1 skipped: healthy'
     """
-    found = list(findings)
-    counts = [(status, sum(f.status is status for f in found)) for status in Status]
+    counted = list(findings)
+    counts = [(status, sum(f.status is status for f in counted)) for status in Status]
     parts = ", ".join(f"{count} {status.value}" for status, count in counts if count)
-    verdict = "healthy" if exit_code(found) == HEALTHY else "NOT healthy"
+    verdict = "healthy" if exit_code(counted) == HEALTHY else "NOT healthy"
     return f"{parts or 'no checks'}: {verdict}"
 
 
@@ -224,14 +224,14 @@ class VersionFacts:
 
 def shm() -> ShmFacts:
     try:
-        found = os.statvfs(SHM)
+        usage = os.statvfs(SHM)
         with tempfile.TemporaryFile(dir=SHM) as file:
             os.posix_fallocate(file.fileno(), 0, 1 << 20)
     except OSError as error:
         return ShmFacts(size_bytes=0, free_bytes=0, error=f"{SHM}: {error.strerror or error}")
     return ShmFacts(
-        size_bytes=found.f_blocks * found.f_frsize,
-        free_bytes=found.f_bavail * found.f_frsize,
+        size_bytes=usage.f_blocks * usage.f_frsize,
+        free_bytes=usage.f_bavail * usage.f_frsize,
         error="",
     )
 
@@ -279,8 +279,8 @@ def folder(path: str) -> FolderFacts:
     took: list[float] = []
     problem = ""
     try:
-        found = os.statvfs(path)
-        free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        usage = os.statvfs(path)
+        free, size = usage.f_bavail * usage.f_frsize, usage.f_blocks * usage.f_frsize
         with tempfile.NamedTemporaryFile(dir=path, prefix=".elastic-doctor-") as file:
             for _ in range(FSYNCS):
                 began = SYSTEM_CLOCK.monotonic()
@@ -370,10 +370,10 @@ def _version(distribution: str) -> str:
 
 def _addresses_of(name: str) -> tuple[str, ...]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return ()
-    return tuple(sorted({str(entry[4][0]) for entry in found}))
+    return tuple(sorted({str(entry[4][0]) for entry in entries}))
 
 
 def _bind_error(address: str) -> str:
@@ -777,11 +777,11 @@ def own_certificates(options: AgentOptions) -> tuple[CertificateFacts, ...]:
 
 def _of_file(name: str, path: str) -> CertificateFacts:
     try:
-        found = _CERTIFICATE.findall(Path(path).read_text())
-        if not found:
+        certificates = _CERTIFICATE.findall(Path(path).read_text())
+        if not certificates:
             return CertificateFacts(name=name, error="it contains no certificate")
         # The first is the subject's own; of several authorities, one valid suffices.
-        ends = [not_after(base64.b64decode(text)) for text in found]
+        ends = [not_after(base64.b64decode(text)) for text in certificates]
         expires = max(ends) if "cacert" in name.partition("=")[0] else ends[0]
         return CertificateFacts(name=name, expires_in_s=expires - SYSTEM_CLOCK.wall())
     except (OSError, ValueError) as error:
@@ -844,12 +844,12 @@ _DAMAGING_ETCD = ((3, 5, 0), (3, 5, 1), (3, 5, 2))  # etcd-io/etcd#13766
 
 def of_etcd(facts: EtcdFacts) -> list[Finding]:
     """Findings on reachability, version, alarms, permissions, latency, server certificates."""
-    found = [_of_member(member, is_last=not facts.reachable) for member in facts.members]
-    found += [v for m in facts.members if m.version and (v := _of_version(m))]
+    findings = [_of_member(member, is_last=not facts.reachable) for member in facts.members]
+    findings += [v for m in facts.members if m.version and (v := _of_version(m))]
     if not facts.reachable:
-        return found
+        return findings
     return [
-        *found,
+        *findings,
         _of_alarms(facts),
         of_permissions(facts.root, facts.steps),
         *_of_latency(facts),
@@ -1037,12 +1037,12 @@ def of_network(facts: NetworkFacts | Unanswered) -> list[Finding]:
         return [failed(name, facts.address_error, remedy)]
     if not facts.interface:
         return [failed(name, f"{facts.address} is on no interface of this machine", remedy)]
-    found = [ok(name, f"{facts.address} ({facts.interface})"), _of_host_name(facts)]
+    findings = [ok(name, f"{facts.address} ({facts.interface})"), _of_host_name(facts)]
     if facts.bind_error:
-        found.append(failed("ports", f"{facts.address}: {facts.bind_error}", remedy))
+        findings.append(failed("ports", f"{facts.address}: {facts.bind_error}", remedy))
     else:
-        found.append(ok("ports", f"can be bound on {facts.address}"))
-    return [*found, _of_mtu(facts)]
+        findings.append(ok("ports", f"can be bound on {facts.address}"))
+    return [*findings, _of_mtu(facts)]
 
 
 def of_link_speeds(facts: NetworkFacts | Unanswered, network: Network) -> list[Finding]:

@@ -55,16 +55,16 @@ def examine(folder: str | None, *, machine_is_checked: bool) -> list[Finding]:
     if folder is not None:
         place = _existing(folder)
         folder_probe = Probe("folder", (place,), deadline_s=PREFLIGHT_PROBES_S)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if not machine_is_checked:
-        found += [
+        findings += [
             checks.of_shm(checks.shm()),
             *checks.of_limits(checks.limits()),
             *(checks.of_gpu(gpu.result()) if gpu else [skipped("GPU", "no GPU")]),
         ]
     if folder_probe is not None and folder is not None:
-        found += checks.of_folder(folder, folder_probe.result())
-    return found
+        findings += checks.of_folder(folder, folder_probe.result())
+    return findings
 
 
 def _existing(folder: str) -> str:
@@ -81,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--machine-is-checked", action="store_true")
     options = parser.parse_args(arguments)
     checks.die_with_parent(options.parent)
-    found = examine(options.folder, machine_is_checked=options.machine_is_checked)
-    os.write(1, json.dumps([asdict(finding) for finding in found]).encode())
+    findings = examine(options.folder, machine_is_checked=options.machine_is_checked)
+    os.write(1, json.dumps([asdict(finding) for finding in findings]).encode())
 
 
 if __name__ == "__main__":
@@ -439,18 +439,18 @@ def pair_findings(names: Sequence[str], attempts: dict[int, list[Any]]) -> list[
 
     One finding per failing pair; all reachable nodes share one.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for number, raw in sorted(attempts.items()):
         tried = [ConnectionAttempt(**one) for one in raw]
         broken = sorted({one.to for one in tried if one.error})
         well = [one for one in tried if one.to not in broken]
         if well:
-            found.append(_of_reached(names, number, well))
-        found += [
+            findings.append(_of_reached(names, number, well))
+        findings += [
             _of_broken(names[number], names[to], [t for t in tried if t.to == to and t.error])
             for to in broken
         ]
-    return found
+    return findings
 
 
 def _of_reached(names: Sequence[str], number: int, tried: Sequence[ConnectionAttempt]) -> Finding:
@@ -514,13 +514,13 @@ def preflight(
     # Processes only for checks that may hang: name resolution, and an installed driver.
     network = Probe("network", arguments, deadline_s=PREFLIGHT_PROBES_S)
     gpu = Probe("gpu", (), deadline_s=PREFLIGHT_PROBES_S) if checks.has_gpu_driver() else None
-    found = [
+    findings = [
         checks.of_permissions(keys.root, tuple(checks.permissions(store, keys.root))),
         *checks.of_certificates(checks.own_certificates(options)),
         *_of_leader(store, keys),
     ]
     return [
-        *found,
+        *findings,
         *checks.of_network(network.result()),
         checks.of_shm(checks.shm()),
         *checks.of_limits(checks.limits()),

@@ -78,7 +78,7 @@ def unreachable_peers(error: BaseException) -> tuple[str, ...]:
     ()
     """
     text = "\n".join(str(one) for one in causes(error))
-    return tuple(sorted({found for words in _TIMED_OUT for found in words.findall(text)}))
+    return tuple(sorted({address for words in _TIMED_OUT for address in words.findall(text)}))
 
 
 def may_stem_from_aborted_output(error: BaseException) -> bool:
@@ -94,19 +94,19 @@ def may_stem_from_aborted_output(error: BaseException) -> bool:
 
 def causes(error: BaseException) -> list[BaseException]:
     """The exception with all its causes and contexts, each once, as in a printed traceback."""
-    found: list[BaseException] = []
+    chain: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
         failure = left.pop()
-        if failure is None or any(failure is known for known in found):
+        if failure is None or any(failure is known for known in chain):
             continue
         if isinstance(failure, ControlFlow):
             continue
-        found.append(failure)
+        chain.append(failure)
         left.append(failure.__cause__)
         if not failure.__suppress_context__:
             left.append(failure.__context__)
-    return found
+    return chain
 
 
 def _must_surface(error: BaseException) -> bool:

@@ -437,10 +437,10 @@ class Footprint:
     def sockets(self) -> dict[int, int]:
         """The inode of each socket, listening ones included, by descriptor."""
         sealed = self._pollers is not None
-        found = dict(self._store) if sealed else self._new_store_sockets()
+        inodes = dict(self._store) if sealed else self._new_store_sockets()
         for poller in self._pollers if self._pollers is not None else self._new_pollers():
-            found |= _watched_sockets(poller)
-        return found
+            inodes |= _watched_sockets(poller)
+        return inodes
 
     def close_on_exec(self) -> None:
         """Keep the sockets out of programs that this process starts: gloo does not."""
@@ -651,16 +651,16 @@ def _is_listening(fd: int, inode: int) -> bool:
 
 def _ports(fd: int, inode: int) -> set[int]:
     """The ports of both ends of a TCP socket."""
-    found: set[int] = set()
+    ports: set[int] = set()
     with _held(fd, inode) as held:
         if held is None or held.family not in _TCP:
-            return found
+            return ports
         for name in (held.getsockname, held.getpeername):
             try:
-                found.add(int(name()[1]))
+                ports.add(int(name()[1]))
             except OSError:
                 continue  # no peer (yet)
-    return found
+    return ports
 
 
 def _watched_sockets(poller: int) -> dict[int, int]:
@@ -670,12 +670,12 @@ def _watched_sockets(poller: int) -> dict[int, int]:
             watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
     except OSError:
         return {}
-    found: dict[int, int] = {}
+    inodes: dict[int, int] = {}
     for fd in watched:
         inode = _inode_of(_target_of(fd))
         if inode is not None:
-            found[fd] = inode
-    return found
+            inodes[fd] = inode
+    return inodes
 
 
 def _descriptors() -> Mapping[int, str]:

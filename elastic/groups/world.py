@@ -189,11 +189,11 @@ class ReplicaMesh:
         >>> ReplicaMesh((("shard", 2), ("tp", 2))).coordinates(2)
         (1, 0)
         """
-        found = []
+        coordinates = []
         for _, size in reversed(self.dims):
             position, coordinate = divmod(position, size)
-            found.append(coordinate)
-        return tuple(reversed(found))
+            coordinates.append(coordinate)
+        return tuple(reversed(coordinates))
 
     def dims_along(self, positions: Sequence[int]) -> frozenset[str] | None:
         """The dimensions of more than one rank that these ranks span; None if they do not span
@@ -217,10 +217,10 @@ class ReplicaMesh:
         >>> ReplicaMesh((("shard", 2), ("tp", 2))).first_holder(3, {"shard"})
         2
         """
-        found = 0
+        first = 0
         for (name, size), at in zip(self.dims, self.coordinates(position), strict=True):
-            found = found * size + (at if name in sharded else 0)
-        return found
+            first = first * size + (at if name in sharded else 0)
+        return first
 
     def check_node(self, workers: int, *, replica_size: int = 1) -> None:
         """Raise ConfigError unless a node's workers form whole replicas, or are part of a replica

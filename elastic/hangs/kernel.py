@@ -128,8 +128,8 @@ def wait_channel_of_sleeper(pid: int, looks: int = 6) -> str:
 
 def data_workers(pid: int) -> str:
     """The states of its child processes, one letter each: a DataLoader's workers, mostly."""
-    found = (process_times(child) for child in children(pid)[:_MAX_CHILDREN])
-    return "".join(sorted(times.state for times in found if times is not None))
+    workers = (process_times(child) for child in children(pid)[:_MAX_CHILDREN])
+    return "".join(sorted(times.state for times in workers if times is not None))
 
 
 def data_worker_waits(pid: int) -> str:
@@ -167,13 +167,13 @@ def file_system(pid: int) -> str:
     """
     mounts = _mounts(pid)
     if path := file_of_call(pid):
-        found = [_mount_of(path, mounts)]
+        suspected = [_mount_of(path, mounts)]
     else:
         of_open = [_mount_of(path, mounts) for path in (*_open_files(pid), _link(pid, "cwd"))]
-        found = [mount for mount in of_open if mount and _REMOTE.search(mount.type)]
-        if not found and waits_for_fuse(wait_channel(pid)):
-            found = [mount for mount in mounts if _FUSE.match(mount.type)]
-    return " or ".join(dict.fromkeys(str(mount) for mount in found if mount))
+        suspected = [mount for mount in of_open if mount and _REMOTE.search(mount.type)]
+        if not suspected and waits_for_fuse(wait_channel(pid)):
+            suspected = [mount for mount in mounts if _FUSE.match(mount.type)]
+    return " or ".join(dict.fromkeys(str(mount) for mount in suspected if mount))
 
 
 def file_of_call(pid: int) -> str:
@@ -233,14 +233,14 @@ def _target(pid: int, name: str) -> str:
 
 def _mounts(pid: int) -> list[Mount]:
     """Mounts of the process's namespace. A later mount hides an earlier one at the same place."""
-    found = {}
+    mounts = {}
     for line in _read(f"/proc/{pid}/mountinfo").splitlines():
         about, _, kind = line.partition(" - ")
         fields = about.split()
         if len(fields) > 4 and kind:
             path = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields[4])
-            found[path] = Mount(path, kind.split()[0])
-    return list(found.values())
+            mounts[path] = Mount(path, kind.split()[0])
+    return list(mounts.values())
 
 
 def _mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
@@ -287,15 +287,15 @@ def describe_node() -> dict[str, str]:
 
 def free_disk_space(folders: Sequence[str]) -> dict[str, str]:
     """Free space, for the report. A file system that does not answer blocks the caller."""
-    found = {}
+    space = {}
     for folder in folders:
         try:
             usage = shutil.disk_usage(folder)
         except OSError as error:
-            found[f"disk ({folder})"] = str(error)
+            space[f"disk ({folder})"] = str(error)
         else:
-            found[f"disk ({folder})"] = f"{usage.free >> 20} of {usage.total >> 20} MiB free"
-    return found
+            space[f"disk ({folder})"] = f"{usage.free >> 20} of {usage.total >> 20} MiB free"
+    return space
 
 
 def relevant_lines(log: Sequence[str], now_s: float) -> list[str]:
@@ -306,7 +306,7 @@ def relevant_lines(log: Sequence[str], now_s: float) -> list[str]:
     >>> relevant_lines(["4,9,500000000,-;NVRM: Xid (PCI:0000:01): 79, GPU has fallen off"], 503.0)
     ['NVRM: Xid (PCI:0000:01): 79, GPU has fallen off (3 s ago)']
     """
-    found = []
+    lines = []
     for record in log:
         about, _, text = record.partition(";")
         fields = about.split(",")
@@ -315,8 +315,8 @@ def relevant_lines(log: Sequence[str], now_s: float) -> list[str]:
             continue
         age_s = now_s - int(fields[2]) * 1e-6
         if age_s < KERNEL_LOG_S:
-            found.append(f"{line} ({max(0.0, age_s):.0f} s ago)")
-    return found[-_LOG_LINES:]
+            lines.append(f"{line} ({max(0.0, age_s):.0f} s ago)")
+    return lines[-_LOG_LINES:]
 
 
 def is_relevant(line: str) -> bool:
@@ -380,7 +380,7 @@ def _interface_errors(table: str) -> str:
     >>> _interface_errors("head\\nhead\\n  eth0: 99 5 1 2 0 0 0 0 99 5 3 4 0 0 0 0\\n    lo: 9 1")
     'eth0: 1 errors and 2 drops received, 3 and 4 sent'
     """
-    found = []
+    errors = []
     for line in table.splitlines()[2:]:
         name, _, numbers = line.partition(":")
         fields = numbers.split()
@@ -388,11 +388,11 @@ def _interface_errors(table: str) -> str:
             continue
         received, sent = fields[2:4], fields[10:12]
         if any(number != "0" for number in received + sent):
-            found.append(
+            errors.append(
                 f"{name.strip()}: {received[0]} errors and {received[1]} drops received, "
                 f"{sent[0]} and {sent[1]} sent"
             )
-    return "; ".join(found)
+    return "; ".join(errors)
 
 
 def _retransmissions() -> str:

@@ -182,10 +182,10 @@ def _has_signal(pid: int, tid: int, mask: str, signum: int) -> bool:
     """Whether a thread has this signal in one of its masks; False if the thread has ended."""
     try:
         with open(f"/proc/{pid}/task/{tid}/status", encoding="ascii", errors="replace") as status:
-            found = next((line.split()[1] for line in status if line.startswith(mask)), "0")
+            bits = next((line.split()[1] for line in status if line.startswith(mask)), "0")
     except OSError:
         return False
-    return bool(int(found, 16) >> (signum - 1) & 1)
+    return bool(int(bits, 16) >> (signum - 1) & 1)
 
 
 def take_native(pid: int) -> str:
@@ -244,14 +244,14 @@ def _place(stacks: str) -> tuple[str, ...]:
     """A key that is equal for processes whose main threads do the same: in library files, neither
     lines nor the inner calls of the innermost function count."""
     frames = [_FRAME.search(line) for line in _threads(stacks)[-1].splitlines()]
-    found = [frame.groups() for frame in frames if frame is not None]
-    if not found:
+    calls = [frame.groups() for frame in frames if frame is not None]
+    if not calls:
         return tuple(line.strip() for line in _threads(stacks)[-1].splitlines()[1:])
-    while len(found) > 1 and found[0][0] == found[1][0] and _is_library(found[0][0]):
-        del found[0]
+    while len(calls) > 1 and calls[0][0] == calls[1][0] and _is_library(calls[0][0]):
+        del calls[0]
     place = tuple(
         f"{file} {name}" if _is_library(file) else f"{file}:{line} {name}"
-        for file, line, name in found
+        for file, line, name in calls
     )
     return (*place, _CUT) if stacks.endswith(_CUT) else place
 

@@ -107,13 +107,13 @@ def _require_fit(
     from elastic.doctor.network import preflight, require_fit  # imported only if it is enabled
 
     log, began = get_logger(), SYSTEM_CLOCK.monotonic()
-    found = preflight(
+    findings = preflight(
         store, keys, options, endpoint=store.endpoint, local_addr=parameters.local_addr or ""
     )
-    for finding in found:
+    for finding in findings:
         if finding.status is Status.WARNING:
             log.warning("preflight: %s: %s; %s", finding.name, finding.measured, finding.remedy)
-    require_fit(found, os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname())
+    require_fit(findings, os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname())
     log.info("preflight: passed in %.1f s", SYSTEM_CLOCK.monotonic() - began)
 
 

@@ -203,20 +203,20 @@ def places(arguments: Sequence[str], folder: Path) -> tuple[Path, ...]:
     >>> sorted(map(str, places(["train.py", "--out=/tmp/new-folder"], Path("/"))))
     ['/tmp']
     """
-    found = {folder.resolve()}
+    folders = {folder.resolve()}
     for text in arguments:
         path = folder / text.rpartition("=")[2]
         near = next((p for p in (path, path.parent) if os.path.isdir(p)), None)
         if near is not None:
-            found.add(near.resolve())
-    found = {path for path in found if path != Path(path.anchor)}
-    return tuple(p for p in found if not any(q in p.parents for q in found))
+            folders.add(near.resolve())
+    folders = {path for path in folders if path != Path(path.anchor)}
+    return tuple(p for p in folders if not any(q in p.parents for q in folders))
 
 
 def written_since(roots: Sequence[Path], since_s: float) -> list[Written]:
     """Checkpoint files below ``roots`` that were written at ``since_s`` or later, newest first."""
     entries = itertools.islice((e for root in roots for e in _below(root, _DEPTH)), _MAX_ENTRIES)
-    found = []
+    files = []
     for entry in entries:
         if os.path.splitext(entry.name)[1] not in SUFFIXES:
             continue
@@ -226,9 +226,9 @@ def written_since(roots: Sequence[Path], since_s: float) -> list[Written]:
             continue
         if status.st_mtime >= since_s - FILE_TIMES_S:
             cut_off = status.st_size < _MIN_BYTES
-            found.append(Written(Path(entry.path), status.st_mtime, cut_off))
-    found.sort(key=lambda written: -written.time_s)
-    return found
+            files.append(Written(Path(entry.path), status.st_mtime, cut_off))
+    files.sort(key=lambda written: -written.time_s)
+    return files
 
 
 def _below(folder: Path | str, depth: int) -> Iterator[os.DirEntry[str]]:

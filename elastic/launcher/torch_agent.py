@@ -150,16 +150,16 @@ class Launcher(Enum):
 
 def launcher() -> Launcher:
     """What launched the agent that is being created on this thread."""
-    found = Launcher.PROGRAM
+    kind = Launcher.PROGRAM
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_TORCHRUN):
             if frame.f_code.co_name == "run":
-                found = Launcher.RUN
-            elif frame.f_code.co_name == "main" and found is Launcher.RUN:
+                kind = Launcher.RUN
+            elif frame.f_code.co_name == "main" and kind is Launcher.RUN:
                 return Launcher.PROGRAM if _was_given_arguments(frame) else Launcher.TORCHRUN
         frame = frame.f_back
-    return found
+    return kind
 
 
 def _was_given_arguments(main: FrameType) -> bool:

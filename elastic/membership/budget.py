@@ -71,8 +71,8 @@ class FailedBuilds:
 
 def _causes(node: str, reports: Mapping[str, Sequence[str]]) -> list[frozenset[str]]:
     """The node itself, and its connection to the other one if only one other waited for it."""
-    accusers = [reporter for reporter, accused in reports.items() if node in accused]
-    others = [reporter for reporter in accusers if reporter != node]
+    reporters = [reporter for reporter, unreachable in reports.items() if node in unreachable]
+    others = [reporter for reporter in reporters if reporter != node]
     alone = [frozenset((node, *others))] if len(others) == 1 else []
     return [frozenset((node,)), *alone]
 
@@ -84,14 +84,14 @@ def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> t
     that cannot reach each other), only the most junior one is at fault, so that the others can
     continue.
     """
-    accusers = Counter(
+    reporters = Counter(
         node
-        for reporter, accused in reports.items()
-        for node in set(accused)
+        for reporter, unreachable in reports.items()
+        for node in set(unreachable)
         if node != reporter and node in members
     )
-    most = max(accusers.values(), default=0)
-    worst = [node for node in members if most and accusers[node] == most]
+    most = max(reporters.values(), default=0)
+    worst = [node for node in members if most and reporters[node] == most]
     silent = [node for node in worst if node not in reports]
     return tuple(silent or worst[-1:])
 
@@ -311,7 +311,7 @@ def _same_error_in_a_row(history: Sequence[Breakage], policy: FailureBudget) -> 
     errors = [_script_errors(breakage) for breakage in row]  # the newest first
     # In the order of the newest report: the first to fail comes first.
     for key, error in errors[0].items():
-        places = [found[key] for found in errors if key in found]
+        places = [place_of[key] for place_of in errors if key in place_of]
         if len(places) == len(row) and not _moves_forward(places):
             reason = (
                 f"the script failed {len(row)} times in a row with the same error: {error.text}"
@@ -429,7 +429,7 @@ class FlapPolicy:
     """How often a node may be lost or reported before it is quarantined for ``quarantine_s``."""
 
     losses: int = 3
-    accusations: int = 3
+    first_failures: int = 3
     flap_window_s: float = FLAP_WINDOW_S
     quarantine_s: float = QUARANTINE_S
 
@@ -441,8 +441,8 @@ class FlapTracker:
     def __init__(self, policy: FlapPolicy | None = None) -> None:
         self._policy = policy or FlapPolicy()
         self._losses: dict[str, deque[float]] = {}
-        self._accused = ""
-        self._accusations: list[float] = []
+        self._failed_first = ""
+        self._first_failures: list[float] = []
         self._until: dict[str, float] = {}
 
     def lost(self, node: str, now: float) -> None:
@@ -460,19 +460,21 @@ class FlapTracker:
             if not times:
                 del self._losses[node]
 
-    def accused(self, node: str, now: float) -> None:
+    def failed_first(self, node: str, now: float) -> None:
         """A node was the first to fail in a world that lost no node.
 
         The third time in a row it is quarantined. The count restarts with a report against another
         node, and after ``flap_window_s`` without any.
         """
-        fresh = self._accusations and now - self._accusations[-1] <= self._policy.flap_window_s
-        if node != self._accused or not fresh:
-            self._accused, self._accusations = node, []
-        self._accusations.append(now)
-        if len(self._accusations) >= self._policy.accusations:
+        fresh = (
+            self._first_failures and now - self._first_failures[-1] <= self._policy.flap_window_s
+        )
+        if node != self._failed_first or not fresh:
+            self._failed_first, self._first_failures = node, []
+        self._first_failures.append(now)
+        if len(self._first_failures) >= self._policy.first_failures:
             self.quarantine(node, now)
-            self._accusations = []
+            self._first_failures = []
 
     def __contains__(self, node: str) -> bool:
         """Whether this name or id is, or was a moment ago, quarantined."""

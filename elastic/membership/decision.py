@@ -444,10 +444,10 @@ class SurvivingWorld:
     # ── nodes ────────────────────────────────────────────────────────────────────────────
 
     def _candidates(self) -> JoiningNodes:
-        found = self._joining_nodes()
+        joining = self._joining_nodes()
         if not self._may_be_ending:
-            return found
-        from_s = self.now if found.eligible else found.admissible_from_s
+            return joining
+        from_s = self.now if joining.eligible else joining.admissible_from_s
         if from_s is not None:
             from_s = max(from_s, self._ending_until_s)
         return replace(NO_CANDIDATES, admissible_from_s=from_s)
@@ -475,18 +475,18 @@ class SurvivingWorld:
         """
         slow = self.view.stragglers
         waiting = tuple(sorted(candidates.eligible, key=lambda n: n.node.node_id in slow))
-        found = self._arrange(survivors, waiting)
+        arranged = self._arrange(survivors, waiting)
         if self.world.nodes_per_replica == 1:
-            return found
-        if self.status.in_process and _hold_the_state(found):
-            found = self._arrange(survivors, waiting, repairs=False)
-            first = self._left_behind(found, survivors)
+            return arranged
+        if self.status.in_process and _hold_the_state(arranged):
+            arranged = self._arrange(survivors, waiting, repairs=False)
+            first = self._left_behind(arranged, survivors)
         elif self.status.in_process:
             first = tuple(n for n in survivors if n.node.running is not None)
         else:
-            first = self._left_behind(found, survivors)
+            first = self._left_behind(arranged, survivors)
         others = without(survivors, first)
-        return self._arrange(first, others + waiting) if first else found
+        return self._arrange(first, others + waiting) if first else arranged
 
     def _left_behind(self, arrangement: Arrangement, survivors: Nodes) -> Nodes:
         """Survivors of a group that may still step with a lost member, none of them in the next
@@ -1048,12 +1048,12 @@ def _gather(
     """A world of joining nodes only: at once when full, after the last call when enough."""
     candidates = find_joining_nodes(view, reference, now, in_process=False)
     per_replica = reference.nodes_per_replica
-    found = arrange(
+    arranged = arrange(
         None, (), candidates.eligible, per_replica=per_replica, max_nodes=reference.max_nodes
     )
     # The next ones may form a replica together with waiting nodes.
     called = candidates.eligible[: reference.max_nodes]
-    nodes, few = found.nodes, incomplete(called, per_replica)
+    nodes, few = arranged.nodes, incomplete(called, per_replica)
     waiting = f"; {waiting_for_others([n.node.name for n in few], per_replica)}" if few else ""
     if len(nodes) < max(1, reference.min_nodes):
         reason = f"{why}{count(called)} of at least {reference.min_nodes} nodes arrived{waiting}"

@@ -493,8 +493,8 @@ def judge_failure(facts: FailureFacts) -> FailureVerdict:
             text.removeprefix(HANG)[:_EVIDENCE],
         )
     matched = _first_match(text)
-    if (found := _in_kernel_log(facts, matched)) is not None:
-        rule, line = found
+    if (verdict_of_log := _in_kernel_log(facts, matched)) is not None:
+        rule, line = verdict_of_log
         return _by_rule(rule, facts, f"kernel log: {line}"[:_EVIDENCE])
     if matched is not None:
         rule, line = matched
@@ -571,8 +571,8 @@ def is_consequence(text: str | None, kernel_log: tuple[str, ...] = ()) -> bool:
     matched = _first_match(text or "")
     if matched is None or not matched[0].is_consequence:
         return False
-    found = _in_kernel_log(FailureFacts(text=text, kernel_log=kernel_log), matched)
-    return found is None or found[0].action is not Action.EXCLUDE_NODE
+    in_log = _in_kernel_log(FailureFacts(text=text, kernel_log=kernel_log), matched)
+    return in_log is None or in_log[0].action is not Action.EXCLUDE_NODE
 
 
 # Evaluated again in every iteration of a waiting leader.

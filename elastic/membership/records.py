@@ -455,7 +455,7 @@ class FailureReport:
     generation: int
     error: str
     # Ids of nodes that did not arrive at a build, or whose connections timed out.
-    accused: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
     version: int = RECORD_VERSION
 
 

@@ -499,7 +499,7 @@ def silent_until_s(n: NodeView, view: View, status: MemberStatus, policy: Policy
     if not (status.changed or status.world.state is WorldState.PAUSED) or _would_end(status):
         return since_s + policy.takeover_s  # its workers may train without being reached
     # Neither its agent nor its workers respond: two independent signs of a partition.
-    is_cut_off = n.node.node_id in accused(status)
+    is_cut_off = n.node.node_id in unreachable(status)
     return since_s + (policy.cut_off_s if is_cut_off else policy.suspect_s)
 
 
@@ -679,11 +679,11 @@ def settling_until_s(view: View, status: MemberStatus, now: float, policy: Polic
     if since_s is None or status.gone or status.out or not status.failure_reports:
         return None
     settle_s = policy.failure_settle_s
-    if accused(status) - {report.node_id for report in status.failure_reports}:
+    if unreachable(status) - {report.node_id for report in status.failure_reports}:
         # Both ends of a broken connection detect it almost at the same time. Without a report of
-        # the accused node it is not known which of the two to exclude.
+        # the unreachable node it is not known which of the two to exclude.
         settle_s = max(settle_s, policy.origin_settle_s)
-    elif not (status.has_run or status.pending or accused(status)):
+    elif not (status.has_run or status.pending or unreachable(status)):
         # A group could not be built. Members that others release report at once; the one that
         # knows which peer it could not reach may be later.
         settle_s = max(settle_s, policy.origin_settle_s)
@@ -702,11 +702,11 @@ def _all_failed_until_s(status: MemberStatus, now: float, policy: Policy) -> flo
     return until_s if now < until_s else None
 
 
-def accused(status: MemberStatus) -> frozenset[str]:
+def unreachable(status: MemberStatus) -> frozenset[str]:
     """Members that others report as unreachable."""
     reports = status.failure_reports
     ids = {n.node.node_id for n in status.running}
-    return frozenset(ids & {i for r in reports for i in r.accused if i != r.node_id})
+    return frozenset(ids & {i for r in reports for i in r.unreachable if i != r.node_id})
 
 
 def _origin_known_until_s(status: MemberStatus, now: float, policy: Policy) -> float | None:

@@ -309,13 +309,13 @@ def _report(
 def _state_from(within: Sequence[JournalRecord]) -> str:
     received = {r.whole("source") for r in within if r.name == "state-received"}
     restored = {r.text("source") for r in within if r.name == "state-restored"}
-    found = [f"rank {rank}" for rank in sorted(r for r in received if r is not None)]
-    found += [
+    sources = [f"rank {rank}" for rank in sorted(r for r in received if r is not None)]
+    sources += [
         "the initial state" if source == "initial" else f"checkpoint {source}"
         for source in sorted(restored)
         if source
     ]
-    return ", ".join(found)
+    return ", ".join(sources)
 
 
 def _recorded_s(incident: IncidentGoodput, records: Sequence[JournalRecord]) -> float:

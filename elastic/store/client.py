@@ -132,8 +132,8 @@ def load_grpc() -> Any:
 
 def _register() -> None:
     folder = _package_folder()
-    found = [_serialized_file(folder / f"{name}.py") for name in _MODULES]
-    descriptions = [description for description in found if description is not None]
+    serialized = [_serialized_file(folder / f"{name}.py") for name in _MODULES]
+    descriptions = [description for description in serialized if description is not None]
     if len(descriptions) < len(_MODULES):
         return  # a newer etcd3, generated for current protobuf: it needs no help
     pool = descriptor_pool.DescriptorPool()
@@ -154,10 +154,10 @@ def _package_folder() -> Path:
 
 def _serialized_file(path: Path) -> bytes | None:
     """The constant of ``serialized_pb=`` of the file's ``FileDescriptor(...)``."""
-    found = _SERIALIZED.search(path.read_text(encoding="utf-8"))
-    if found is None:
+    match = _SERIALIZED.search(path.read_text(encoding="utf-8"))
+    if match is None:
         return None
-    value = ast.literal_eval(found[1])
+    value = ast.literal_eval(match[1])
     # A text is written as _b('...'), which encodes to latin1.
     return value.encode("latin1") if isinstance(value, str) else bytes(value)
 

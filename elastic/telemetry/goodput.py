@@ -223,7 +223,7 @@ def held_up_s(stragglers: Iterable[Straggling], window: Window, end_s: float) ->
 
 def stragglings(verdicts: Iterable[JournalRecord]) -> Mapping[int, Sequence[Straggling]]:
     """Stragglers by generation, from the verdicts of all leaders of a run."""
-    found: dict[int, list[Straggling]] = defaultdict(list)
+    by_generation: dict[int, list[Straggling]] = defaultdict(list)
     since: dict[tuple[int, int], JournalRecord] = {}
     for record in sorted(verdicts, key=lambda record: record.at_s):
         generation, rank = record.whole("generation"), record.whole("rank")
@@ -232,10 +232,10 @@ def stragglings(verdicts: Iterable[JournalRecord]) -> Mapping[int, Sequence[Stra
         if record.name == "straggler-found":
             since.setdefault((generation, rank), record)
         elif (verdict := since.pop((generation, rank), None)) is not None:
-            found[generation].append(_straggling(rank, verdict, record.at_s))
+            by_generation[generation].append(_straggling(rank, verdict, record.at_s))
     for (generation, rank), verdict in since.items():
-        found[generation].append(_straggling(rank, verdict, float("inf")))
-    return found
+        by_generation[generation].append(_straggling(rank, verdict, float("inf")))
+    return by_generation
 
 
 def _straggling(rank: int, verdict: JournalRecord, end_s: float) -> Straggling:
@@ -1003,17 +1003,17 @@ def _incidents(
     began_s = min(
         (lane.progress[0][0] for n in nodes for lane in n.workers if lane.progress), default=0.0
     )
-    charged: set[int] = set()
+    counted: set[int] = set()
     for (start_s, end_s), worlds in _standstills(times, [r for r in formed if r.at_s >= began_s]):
         stopped = [(n, s) for n, s in stops if s.start_s >= start_s and s.end_s <= end_s]
         seconds = _sum(node.losses(stop, of_run=True) for node, stop in stopped)
         first = worlds[0].whole("generation") or 0
         for node in nodes:
             for generation, lost_s in node.discarded.items():
-                if generation < first and generation not in charged:
+                if generation < first and generation not in counted:
                     recomputed_s = seconds.get(Activity.RECOMPUTED, 0.0)
                     seconds[Activity.RECOMPUTED] = recomputed_s + lost_s
-        charged.update(g for node in nodes for g in node.discarded if g < first)
+        counted.update(g for node in nodes for g in node.discarded if g < first)
         yield IncidentGoodput(
             generations=tuple(r.whole("generation") or 0 for r in worlds),
             cause=worlds[0].text("cause"),

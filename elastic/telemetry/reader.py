@@ -438,12 +438,12 @@ def run_of(journal: MergedJournal, run_id: str | None = None) -> RunJournal:
 def merge(records: Iterable[JournalRecord], notes: Sequence[str] = ()) -> MergedJournal:
     """Put all records on one clock (``at_s``) and in order. Notes each correction."""
     writers = _by_writer(records)
-    found = list(notes)
-    found += _gaps(writers)
-    found += _place(writers)
+    all_notes = list(notes)
+    all_notes += _gaps(writers)
+    all_notes += _place(writers)
     if writers:
-        found += _silent(writers)
-    return MergedJournal(tuple(writers), tuple(found))
+        all_notes += _silent(writers)
+    return MergedJournal(tuple(writers), tuple(all_notes))
 
 
 def _in_order(records: Iterable[JournalRecord]) -> list[JournalRecord]:

@@ -117,11 +117,11 @@ class KillWorker:
     def inject(self, cluster: LocalCluster) -> None:
         """Kill them. Raises LookupError if a node of the target has no such worker."""
         # Find all before killing one: other agents may end their workers as soon as one dies.
-        found = [(node, node.workers()) for node in self.target.find(cluster)]
-        for node, workers in found:
+        workers_by_node = [(node, node.workers()) for node in self.target.find(cluster)]
+        for node, workers in workers_by_node:
             if self.local_rank not in workers:
                 raise LookupError(f"{node} has no worker {self.local_rank}, only {sorted(workers)}")
-        for _, workers in found:
+        for _, workers in workers_by_node:
             send(workers[self.local_rank].pid, signal.SIGKILL)
 
 

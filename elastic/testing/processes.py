@@ -46,7 +46,7 @@ def marked_with(token: str) -> list[Process]:
 def _with_variable(variable: str, part: str, accepts: Callable[[str], bool]) -> list[Process]:
     """Living processes whose variable contains ``part`` and is accepted, sorted by pid."""
     name, needle = f"{variable}=".encode(), part.encode()
-    found = []
+    processes = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
@@ -56,8 +56,8 @@ def _with_variable(variable: str, part: str, accepts: Callable[[str], bool]) -> 
         environment = _parse_environment(raw)
         if accepts(environment.get(variable, "")):
             pid = int(entry.name)
-            found.append(Process(pid, _parent_of(pid), _command_of(pid), environment))
-    return sorted(found, key=lambda process: process.pid)
+            processes.append(Process(pid, _parent_of(pid), _command_of(pid), environment))
+    return sorted(processes, key=lambda process: process.pid)
 
 
 def kill_at_once(token: str) -> list[int]:

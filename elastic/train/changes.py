@@ -115,10 +115,10 @@ def _inside(name: str, one: Any) -> Iterable[Named]:
     if type(one).__module__.partition(".")[0] in _STATELESS and not is_module:
         return ()
     attributes = getattr(one, "__dict__", {})
-    found = [(f"{name}.{key}", value) for key, value in list(attributes.items())]
+    children = [(f"{name}.{key}", value) for key, value in list(attributes.items())]
     if is_module:
-        found += [(f"{name}.{key}", child) for key, child in one.named_children()]
-    return found
+        children += [(f"{name}.{key}", child) for key, child in one.named_children()]
+    return children
 
 
 def _of_dict(name: str, entries: dict[Any, Any]) -> list[Named]:
@@ -131,15 +131,15 @@ def _of_dict(name: str, entries: dict[Any, Any]) -> list[Named]:
 
 
 def _closure(function: Any) -> list[Named]:
-    found: list[Named] = []
+    cells: list[Named] = []
     for name, cell in zip(
         function.__code__.co_freevars, getattr(function, "__closure__", None) or (), strict=False
     ):
         try:
-            found.append((name, cell.cell_contents))
+            cells.append((name, cell.cell_contents))
         except ValueError:
             continue  # not assigned yet
-    return found
+    return cells
 
 
 # ----------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class ChangeDetector(Hook):
             return
         modules = self._modules
         references = [r for module in modules for r in _references(module)]
-        found: dict[str, _Observed] = {}
+        seen: dict[str, _Observed] = {}
         facts: list[_Fact] = []
         assigned = assigned_globals(sys._getframe(1))
         for path, one in reachable(self._all_roots(), without=self._known(modules)):
@@ -260,14 +260,14 @@ class ChangeDetector(Hook):
             pairs = _paired(one, references)
             if not pairs or path in self._reported:
                 continue
-            observed = found[path] = self._observed.get(path, _Observed())
+            observed = seen[path] = self._observed.get(path, _Observed())
             observed.is_module = isinstance(one, nn.Module)
             observed.matches += _matches(observed, *_sampled(pairs))
             if observed.matches >= _MATCHES:
                 raise _refusal(path, one, self._owner(path))
             if observed.matches:
                 self._until = max(self._until, self._steps + _AFTER_A_MATCH)
-        self._observed = found
+        self._observed = seen
         for name, tracked in job.tracked.items():
             facts += _unsaved_numbers(name, tracked)
         self._report(facts)
@@ -300,15 +300,15 @@ class ChangeDetector(Hook):
         return [module.module for module in self._job.modules.values()]
 
     def _all_roots(self) -> list[Named]:
-        found = [*variables(sys._getframe(1)), self._callbacks]
-        return [*(("", root) for root in found), *self._call]
+        roots = [*variables(sys._getframe(1)), self._callbacks]
+        return [*(("", root) for root in roots), *self._call]
 
     def _owner(self, path: str) -> object:
         """The object of which ``path`` is an attribute, or None."""
         name, dot, _ = path.rpartition(".")
         if not dot:
             return None
-        return next((one for found, one in reachable(self._all_roots()) if found == name), None)
+        return next((one for name_of, one in reachable(self._all_roots()) if name_of == name), None)
 
     def _known(self, modules: Iterable[nn.Module]) -> frozenset[int]:
         """Ids of the job's state: wrapped modules, tracked objects and what they hold."""

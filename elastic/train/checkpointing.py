@@ -1229,8 +1229,8 @@ def restore(
     """
     began_s = SYSTEM_CLOCK.monotonic()
     on_all_ranks(world, lambda: saver.check_writable(world))
-    found = on_all_ranks(world, lambda: _resolve(world, saver))
-    source = RestoreSource(**broadcast_json(vars(found) if found is not None else None))
+    resolved = on_all_ranks(world, lambda: _resolve(world, saver))
+    source = RestoreSource(**broadcast_json(vars(resolved) if resolved is not None else None))
     if saver.folder is not None and source.is_recorded:
         saver.folder.check_shared(world.rank, source.generation)
     name, origin, refused = source.name, None, list[SkippedCheckpoint]()

@@ -128,9 +128,9 @@ def _locals(frame: FrameType) -> dict[str, object]:
     may_be_held = {"locals", "vars", "eval", "exec", "set_trace"} & {*frame.f_code.co_names}
     if may_be_held or sys.gettrace() is not None:
         return {}
-    found = frame.f_locals
-    copied = dict(found)
-    found.clear()
+    live = frame.f_locals
+    copied = dict(live)
+    live.clear()
     return copied
 
 
@@ -143,8 +143,8 @@ def assigned_globals(frame: FrameType) -> frozenset[str]:
 
 @functools.cache
 def _assigned_globals(code: CodeType) -> frozenset[str]:
-    found = (one for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
-    return frozenset(one.argval for one in found)
+    stores = (one for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
+    return frozenset(one.argval for one in stores)
 
 
 def tree_of(frame: FrameType) -> ast.AST:
@@ -232,9 +232,9 @@ class _Structure:
     def check(self) -> None:
         if not self.may_differ:
             return
-        found = dict(_entries_module_structures(self.wrapped.module))
-        if found != self._expected:
-            raise _refusal_module_structures(self._expected, found)
+        entries = dict(_entries_module_structures(self.wrapped.module))
+        if entries != self._expected:
+            raise _refusal_module_structures(self._expected, entries)
         self.may_differ = False
 
 
@@ -247,11 +247,11 @@ def _entries_module_structures(module: nn.Module) -> Iterator[tuple[str, object]
 
 
 def _refusal_module_structures(
-    expected: dict[str, object], found: dict[str, object]
+    expected: dict[str, object], entries: dict[str, object]
 ) -> TrainingError:
-    names = [n for n in found if n not in expected] + [n for n in expected if n not in found]
+    names = [n for n in entries if n not in expected] + [n for n in expected if n not in entries]
     if not names:
-        name = next(n for n in found if found[n] != expected[n])
+        name = next(n for n in entries if entries[n] != expected[n])
         owner, _, own = name.rpartition(".")
         return TrainingError(
             f"the wrapped model's parameter {name!r} was replaced by another one: its gradients "
@@ -260,7 +260,7 @@ def _refusal_module_structures(
             f"what has no gradient is a buffer: self.register_buffer({own!r}, value)",
         )
     name = names[0]
-    what = "got the new entry" if name in found else "lost the entry"
+    what = "got the new entry" if name in entries else "lost the entry"
     return TrainingError(
         f"the wrapped model {what} {name!r} after training began: new parameters would not be "
         "averaged over the ranks, and a joining node would create the model without the change and "
@@ -340,16 +340,16 @@ def refuse_states_of_shards(job: JobState, world: World, step: int) -> None:
     gathered = all_gather_json(own)
     stages = [_stage_of(rank, world) for rank in range(world.size)]
     first = {stage: stages.index(stage) for stage in stages}
-    if all(found == gathered[first[stages[rank]]] for rank, found in enumerate(gathered)):
+    if all(theirs == gathered[first[stages[rank]]] for rank, theirs in enumerate(gathered)):
         return
     entries = {name: _first_entries(optimizer) for name, optimizer in optimizers.items()}
     samples = {
-        name: {place: _sample(entry.value) for place, entry in found.items()}
-        for name, found in entries.items()
+        name: {place: _sample(entry.value) for place, entry in theirs.items()}
+        for name, theirs in entries.items()
     }
     all_samples = all_gather_json(samples)
-    for rank, found in enumerate(all_samples):
-        for name, place in _differing(found, all_samples[first[stages[rank]]]):
+    for rank, theirs in enumerate(all_samples):
+        for name, place in _differing(theirs, all_samples[first[stages[rank]]]):
             raise _refusal_optimizer_states(
                 job.all_modules, name, optimizers[name], entries[name].get(place), (step, rank)
             )
@@ -389,11 +389,11 @@ def _first_entries(optimizer: torch.optim.Optimizer) -> dict[str, _Entry]:
 
 
 def _digest(optimizer: torch.optim.Optimizer) -> str:
-    found = list(_entries_optimizer_states(optimizer))
-    tensors = [entry.value for entry in found if isinstance(entry.value, torch.Tensor)]
+    entries = list(_entries_optimizer_states(optimizer))
+    tensors = [entry.value for entry in entries if isinstance(entry.value, torch.Tensor)]
     described = [
         (e.place, list(e.value.shape) if isinstance(e.value, torch.Tensor) else e.value)
-        for e in found
+        for e in entries
     ]
     text = repr((described, contents(tensors)))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -411,10 +411,10 @@ def _sample(value: torch.Tensor | float) -> Sample:
 def _differing(
     own: Mapping[str, Mapping[str, Sample]], expected: Mapping[str, Mapping[str, Sample]]
 ) -> Iterator[tuple[str, str]]:
-    for name, found in own.items():
+    for name, theirs in own.items():
         reference = expected.get(name, {})
-        for place in dict.fromkeys((*found, *reference)):
-            if not _is_close(found.get(place), reference.get(place)):
+        for place in dict.fromkeys((*theirs, *reference)):
+            if not _is_close(theirs.get(place), reference.get(place)):
                 yield name, place
 
 
@@ -526,22 +526,22 @@ def _variables_copied_weights(
     """Variables of a function whose values existed before run.retry: global ones and, in its own
     function, arguments and variables of the enclosing function."""
     code = frame.f_code
-    found = dict(frame.f_globals)
+    known = dict(frame.f_globals)
     for name in code.co_varnames:
-        found.pop(name, None)
+        known.pop(name, None)
     _, function = call[0] if call else ("", None)
     owner = getattr(function, "__self__", None)
     plain = getattr(function, "__func__", function)
     if isinstance(plain, FunctionType) and plain.__code__ is code:
         cells = zip(code.co_freevars, plain.__closure__ or (), strict=False)
-        found |= {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
-        found |= {name: value for name, value in call[1:] if name}
+        known |= {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
+        known |= {name: value for name, value in call[1:] if name}
     first = code.co_varnames[0] if code.co_argcount else ""
     if owner is not None and first:
         own = inspect.getattr_static(type(owner), code.co_name, None)
         if getattr(own, "__code__", None) is code:
-            found[first] = owner
-    return found
+            known[first] = owner
+    return known
 
 
 def _is_empty(cell: CellType) -> bool:
@@ -605,8 +605,8 @@ def _copied(calls: Iterable[ast.Call]) -> Iterator[ast.expr]:
 
 
 def _is_trained(expression: ast.expr, variables: Mapping[str, object], trained: set[int]) -> bool:
-    found = _value_copied_weights(expression, variables)
-    return isinstance(found, nn.Module) and any(id(p) in trained for p in found.parameters())
+    value = _value_copied_weights(expression, variables)
+    return isinstance(value, nn.Module) and any(id(p) in trained for p in value.parameters())
 
 
 def _value_copied_weights(expression: ast.expr, variables: Mapping[str, object]) -> object:
@@ -678,7 +678,7 @@ def refuse_range(
     function, including the one that begins. ``has_own_state``: the script keeps values in the job's
     state, from which it may compute how many epochs remain. ``is_in_retry``: the function of
     run.retry is called again; otherwise the script, in a restarted job."""
-    found: list[tuple[FrameType, ast.For]] = []
+    loops: list[tuple[FrameType, ast.For]] = []
     is_innermost = True
     for frame in frames_of_script(sys._getframe(1)):
         if frame is None:  # the call of run.retry
@@ -689,7 +689,7 @@ def refuse_range(
         attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
         if any(_is_in_body(line, n) and n.lineno > attempt for n in _whiles(tree)):
             return  # it may count in run.state
-        found += [
+        loops += [
             (frame, loop)
             for loop in _ranges_around(tree, line, needs_loop=is_innermost and is_over_loader)
             if loop.lineno > attempt and _begins_alike(loop, tree, has_own_state=has_own_state)
@@ -700,7 +700,7 @@ def refuse_range(
     else:
         if is_in_retry:
             return  # not called again
-    for frame, loop in found:
+    for frame, loop in loops:
         count = _arguments(loop)[-1]
         is_given = not has_own_state and _is_name(_without_constant(count))
         if (passes > 1 and is_given) or _value_counted_epochs(count, frame) > 1 + _start(loop):

@@ -144,22 +144,22 @@ class Ownership:
 
         Raises ConfigError if another job saves to it, after at most OWNER_WATCH_S.
         """
-        found = self._read()
-        if found is not None and (watch_s := self._watch_s(found)) > 0:
+        record = self._read()
+        if record is not None and (watch_s := self._watch_s(record)) > 0:
             if watch_s == OWNER_SILENCE_S:
                 watch_s -= self._unchanged_s()
-            self._watch(found, watch_s)
-        self._adopt(found)
+            self._watch(record, watch_s)
+        self._adopt(record)
         self._has_claimed = True
         self.heartbeat()
-        return self._before if found is not None else None
+        return self._before if record is not None else None
 
-    def _adopt(self, found: Owner | None) -> None:
-        if found is not None:
+    def _adopt(self, record: Owner | None) -> None:
+        if record is not None:
             self._before = replace(
                 self._before,
-                running_s=found.running_s,
-                failures=found.failures + (not found.is_released),
+                running_s=record.running_s,
+                failures=record.failures + (not record.is_released),
             )
 
     def hold(self) -> None:
@@ -172,16 +172,16 @@ class Ownership:
     def heartbeat(self, *, release: bool = False) -> None:
         """Increment the record's counter. The saves report a folder that is not writable."""
         try:
-            found = self._read()
-            if self._still_owns(found):
-                self._write(found, release=release)
+            record = self._read()
+            if self._still_owns(record):
+                self._write(record, release=release)
         except (CheckpointError, OSError):
             return
 
-    def _write(self, found: Owner | None, *, release: bool) -> None:
+    def _write(self, record: Owner | None, *, release: bool) -> None:
         owner = replace(
             self._before,
-            counter=(found.counter if found is not None else 0) + 1,
+            counter=(record.counter if record is not None else 0) + 1,
             is_released=release,
             running_s=self._before.running_s + self._clock.monotonic() - self._began_s,
             failures=self._before.failures + self.failures(),
@@ -199,14 +199,14 @@ class Ownership:
             self._checked_s = now_s
         return not self.is_lost
 
-    def _still_owns(self, found: Owner | None) -> bool:
+    def _still_owns(self, record: Owner | None) -> bool:
         """Whether the record is this job's. Reports once if it is not."""
-        if found is None or self._thread is None or not self._is_of_another_job(found):
+        if record is None or self._thread is None or not self._is_of_another_job(record):
             return not self.is_lost
         if not self.is_lost:
             self.is_lost = True
             self._report(
-                f"{self._storage.place} was taken over by {_describe(found)}: this job no "
+                f"{self._storage.place} was taken over by {_describe(record)}: this job no "
                 "longer saves to it"
             )
         return False
@@ -227,36 +227,36 @@ class Ownership:
         while not self.is_lost and not self._stop.wait(OWNER_HEARTBEAT_S):
             self.heartbeat()
 
-    def _succeed(self, found: Owner | None) -> None:
+    def _succeed(self, record: Owner | None) -> None:
         """Take the record over from the rank 0 of an earlier world, in which this process was."""
         own = self._before
-        if found is not None and (found.run_id, found.instance) != (own.run_id, own.instance):
-            self._still_owns(found)
+        if record is not None and (record.run_id, record.instance) != (own.run_id, own.instance):
+            self._still_owns(record)
         else:
-            self._adopt(found)
-            self._write(found, release=False)
+            self._adopt(record)
+            self._write(record, release=False)
             self._has_claimed = True
 
-    def _is_of_another_job(self, found: Owner) -> bool:
+    def _is_of_another_job(self, record: Owner) -> bool:
         """Whether another job has written the record, which may have ended."""
         own = self._before
-        if found.is_released:
+        if record.is_released:
             return False
-        if found.run_id != own.run_id:
+        if record.run_id != own.run_id:
             return True
-        if found.process != own.process != "" and _is_alive(found.process) is True:
+        if record.process != own.process != "" and _is_alive(record.process) is True:
             return True
-        is_own = found.writer == own.writer != "" or found.instance == own.instance != ""
+        is_own = record.writer == own.writer != "" or record.instance == own.instance != ""
         return not is_own
 
-    def _watch_s(self, found: Owner) -> float:
+    def _watch_s(self, record: Owner) -> float:
         """How long the record must stay unchanged before this job may claim the folder."""
-        if not self._is_of_another_job(found):
+        if not self._is_of_another_job(record):
             return 0.0
-        if found.run_id != self._run_id:
-            return 0.0 if _is_alive(found.process) is False else OWNER_WATCH_S
-        has_ended = False in (_is_alive(found.process), _is_alive(found.writer))
-        is_restart = found.process == self._process != ""  # by the same launcher
+        if record.run_id != self._run_id:
+            return 0.0 if _is_alive(record.process) is False else OWNER_WATCH_S
+        has_ended = False in (_is_alive(record.process), _is_alive(record.writer))
+        is_restart = record.process == self._process != ""  # by the same launcher
         return 0.0 if has_ended or is_restart else OWNER_SILENCE_S
 
     def _unchanged_s(self) -> float:
@@ -269,13 +269,13 @@ class Ownership:
         except (CheckpointError, OSError):
             return 0.0
 
-    def _watch(self, found: Owner, watch_s: float) -> None:
+    def _watch(self, record: Owner, watch_s: float) -> None:
         if watch_s <= 0:
             return
         get_logger().warning(
             "%s was last used by %s, which has not reported its end: waiting up to %g s to see "
             "whether it still saves there",
-            *(self._storage.place, _describe(found), watch_s),
+            *(self._storage.place, _describe(record), watch_s),
         )
         until_s = self._clock.monotonic() + watch_s
         while self._clock.monotonic() < until_s:
@@ -283,7 +283,7 @@ class Ownership:
             now = self._read()
             if now is None or self._watch_s(now) <= 0:
                 return
-            if now.counter != found.counter:
+            if now.counter != record.counter:
                 raise ConfigError(
                     f"another job saves to {self._storage.place}: {_describe(now)}",
                     hint="use a separate folder for each job; to continue that job, end it first",
@@ -464,23 +464,23 @@ class CheckpointFolder:
         """
         unusable = {passed.name: passed.reason for passed in refused}
         with self._readable() as storage:
-            found = checkpoints.latest(storage, unusable=unusable)
-        for passed in found.skipped:
+            newest = checkpoints.latest(storage, unusable=unusable)
+        for passed in newest.skipped:
             if not refused or passed.name == refused[-1].name:  # others are reported already
                 self._report(passed.name, passed.reason)
-        unreadable = {p.name: p.reason for p in (*found.skipped, *refused) if p.is_unreadable}
-        if len(unreadable) > 1 or (unreadable and found.checkpoint is None):
+        unreadable = {p.name: p.reason for p in (*newest.skipped, *refused) if p.is_unreadable}
+        if len(unreadable) > 1 or (unreadable and newest.checkpoint is None):
             names, reason = ", ".join(sorted(unreadable)), next(iter(unreadable.values()))
             raise ReadFailed(
                 f"{names} in {self.storage.place} cannot be read: {reason}",
                 hint="check the disk or the mount of this node, and start again; to go on from an "
                 "older checkpoint, move these folders elsewhere",
             )
-        if found.checkpoint is None:
-            self._check_may_begin(found, required=required)
+        if newest.checkpoint is None:
+            self._check_may_begin(newest, required=required)
             return None
-        self._warn_of_lost_steps(found.checkpoint, found.skipped)
-        return found.checkpoint.name
+        self._warn_of_lost_steps(newest.checkpoint, newest.skipped)
+        return newest.checkpoint.name
 
     def _warn_of_lost_steps(
         self, chosen: checkpoints.CheckpointInfo, skipped: Sequence[SkippedCheckpoint]

@@ -418,13 +418,13 @@ class History:
 
     def unsent(self, step: int) -> list[Row]:
         """Unsent rows up to ``step``, oldest first."""
-        found: list[Row] = []
+        rows: list[Row] = []
         for row in reversed(self._rows):
             if row.is_sent:
                 break
             if row.step <= step:
-                found.append(row)
-        return found[::-1]
+                rows.append(row)
+        return rows[::-1]
 
     def prune(self, now_s: float, *, is_writer: bool) -> None:
         """Forget old rows. ``is_writer``: unsent rows are kept."""

@@ -458,9 +458,9 @@ class ReductionOrder:
         expected = self._expected()
         if expected is not None and not self._are_all_without(expected):
             raise _without(self.step, expected.name, self._name_of(number), self._groups.kind)
-        found: list[int] = all_gather_json(number, self._groups.control)
-        if any(other != number for other in found):
-            names = [self._name_of(other) for other in found]
+        numbers: list[int] = all_gather_json(number, self._groups.control)
+        if any(other != number for other in numbers):
+            names = [self._name_of(other) for other in numbers]
             raise _different(self.step, names, self._groups.kind)
 
     def _are_all_without(self, expected: Unit) -> bool:
@@ -491,12 +491,12 @@ def _different(step: int, names: list[str], kind: str) -> TrainingError:
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         ranks.setdefault(name, []).append(rank)
-    found = "; ".join(
+    listed = "; ".join(
         f"{kind} {', '.join(map(str, own))} {f'reduces {name}' if name else 'ends the step'}"
         for name, own in ranks.items()
     )
     return TrainingError(
-        f"at step {step}, {kind}s reduce different modules: {found}", hint=MODULES_ON_ALL_RANKS
+        f"at step {step}, {kind}s reduce different modules: {listed}", hint=MODULES_ON_ALL_RANKS
     )
 
 

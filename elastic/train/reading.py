@@ -107,13 +107,13 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
     """
     frames = _frames_of_progress_bars(sys._getframe(1).f_back)
     if not everywhere:
-        found = gc.get_objects(0) + gc.get_objects(1)
+        holders = gc.get_objects(0) + gc.get_objects(1)
     else:
-        found = gc.get_objects() if frames else _holders(iterator)
+        holders = gc.get_objects() if frames else _holders(iterator)
     counts_from: int | None = None
     is_cycle = is_slice = False
     takes: int | None = None
-    for holder in found:
+    for holder in holders:
         if type(holder) is enumerate:
             read, count = cast(tuple[object, int], holder.__reduce__()[1])
             if _reads(read, iterator, frames):
@@ -140,7 +140,7 @@ def _length_of(sliced: Any) -> int | None:
     return stop if (start, step) == (0, 1) else None
 
 
-def _range_beside(zipped: object, iterator: object, found: int | None) -> int | None:
+def _range_beside(zipped: object, iterator: object, takes: int | None) -> int | None:
     """The length of a range in a ``zip`` with the iterator, of which the first is being read."""
     for parts in gc.get_referents(zipped):
         if type(parts) is tuple and any(part is iterator for part in parts):
@@ -148,7 +148,7 @@ def _range_beside(zipped: object, iterator: object, found: int | None) -> int | 
             for place, part in enumerate(parts):
                 if type(part) is _RANGE_ITERATOR:
                     return operator.length_hint(part) + (place < at)
-    return found
+    return takes
 
 
 def _holders(iterator: object) -> list[Any]:
@@ -157,7 +157,7 @@ def _holders(iterator: object) -> list[Any]:
     The collector finds them much faster than a loop over all objects, and all ranks of a world wait
     for a joining process meanwhile.
     """
-    found: list[Any] = []
+    known: list[Any] = []
     readers: list[Any] = [iterator]
     for _ in range(_NESTED):
         # Only these types: the lists of this function refer to the iterator, too, and in a list
@@ -165,11 +165,11 @@ def _holders(iterator: object) -> list[Any]:
         holders = [held for held in gc.get_referrers(*readers) if type(held) in _READERS]
         parts = [held for held in gc.get_referrers(*readers) if type(held) is tuple]  # of a zip
         holders += [held for held in gc.get_referrers(*parts) if type(held) is zip]
-        found += holders
+        known += holders
         readers = [held for held in holders if type(held) in _ONE_BY_ONE]
         if not readers:
             break
-    return found
+    return known
 
 
 def _reads(reader: object, iterator: object, frames: list[Any], depth: int = _NESTED) -> bool:
@@ -344,8 +344,8 @@ class EarlierGenerators:
         A generator that is running now has called ``run.retry``, and is not recorded. Takes about
         50 ms of CPU time at 366,000 objects [measured on a busy machine].
         """
-        found = [one for one in gc.get_objects() if type(one) is GeneratorType]
-        self._known.update(one for one in found if not one.gi_running)
+        generators = [one for one in gc.get_objects() if type(one) is GeneratorType]
+        self._known.update(one for one in generators if not one.gi_running)
 
     def refuse(self) -> None:
         """Raise TrainingError if a recorded generator requested an item from the calling one."""

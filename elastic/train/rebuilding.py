@@ -201,8 +201,8 @@ def holder_of(optimizer: Optimizer, tracked: Mapping[str, object]) -> tuple[str,
 
 
 def _contained(container: object) -> list[Optimizer]:
-    found = {id(o): o for held in vars(container).values() for o in _optimizers_in(held)}
-    return list(found.values())
+    optimizers = {id(o): o for held in vars(container).values() for o in _optimizers_in(held)}
+    return list(optimizers.values())
 
 
 def _optimizers_in(held: object) -> list[Optimizer]:

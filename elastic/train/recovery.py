@@ -395,13 +395,13 @@ def _is_switch(error: BaseException) -> bool:
 
 def _clear_frames(error: BaseException) -> None:
     """Clear the locals of the interrupted attempt: activations, iterators, data workers."""
-    found: list[BaseException] = []
+    chain: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:  # exceptions hidden by `raise … from None` hold frames, too
         failure = left.pop()
-        if failure is None or any(failure is known for known in found):
+        if failure is None or any(failure is known for known in chain):
             continue
-        found.append(failure)
+        chain.append(failure)
         left += [failure.__cause__, failure.__context__]
         traceback.clear_frames(failure.__traceback__)
         failure.__traceback__ = None

@@ -74,19 +74,19 @@ def compare(
     }
     gathered = all_gather_json(own)
     if world.mesh.stages > 1:
-        _check_names(step, [sorted(found["settings"]) for found in gathered])
-    if all(found == gathered[rank % first] for rank, found in enumerate(gathered)):
+        _check_names(step, [sorted(theirs["settings"]) for theirs in gathered])
+    if all(theirs == gathered[rank % first] for rank, theirs in enumerate(gathered)):
         return True
-    for rank, found in enumerate(gathered):
-        _check_settings(step, rank, found["settings"], rank % first, gathered[rank % first])
-        _check_states(step, rank, found["states"], rank % first, gathered[rank % first])
+    for rank, theirs in enumerate(gathered):
+        _check_settings(step, rank, theirs["settings"], rank % first, gathered[rank % first])
+        _check_states(step, rank, theirs["states"], rank % first, gathered[rank % first])
     names = {name: own.names for name, own in (parts or {}).items()}
     steps = _MANY if changed_in is None else step + 1 - changed_in.start
     differing = all_gather_json(_differing(weights, names, steps, is_first=world.replica == 0))
-    for other, found in enumerate(differing):
-        if found:
-            shown = ", ".join(found[:_NAMED]) + f" and {len(found) - _NAMED} more" * (
-                len(found) > _NAMED
+    for other, theirs in enumerate(differing):
+        if theirs:
+            shown = ", ".join(theirs[:_NAMED]) + f" and {len(theirs) - _NAMED} more" * (
+                len(theirs) > _NAMED
             )
             raise TrainingError(
                 f"after step {step}, rank {other} has different weights from rank "
@@ -202,7 +202,7 @@ def differing_names(
     ]
     of_state, of_tracked, of_copies = zip(*all_gather_json(own), strict=True)
     common = set.intersection(*map(set, of_copies))
-    shared = [{name: found[name] for name in common} for found in of_copies]
+    shared = [{name: digests[name] for name in common} for digests in of_copies]
     return Differing(_unequal(of_state), _unequal(of_tracked), _unequal(shared))
 
 

@@ -495,7 +495,7 @@ def exchanged_dims(part: Any, mesh: ReplicaMesh) -> tuple[str, ...]:
     meshes = fsdp_meshes(part)
     if not meshes:  # all of its parameters are in parts of their own
         return ()
-    along = [mesh.dims_along(ranks) for found in meshes for ranks in ranks_along(found)]
+    along = [mesh.dims_along(ranks) for mesh_of in meshes for ranks in ranks_along(mesh_of)]
     spans = {dim for dims in along for dim in dims or ()}
     return tuple(dim for dim in mesh.averaged_dims if dim not in spans)
 
@@ -1040,9 +1040,9 @@ class ShardedModule:
         self._current.find()
         self._fingerprints.begin()
         self.in_world = True
-        found = tuple(self.module.parameters())
-        if list(map(id, found)) == list(map(id, self._wrapped)):
-            self._in_world_parameters = found
+        parameters = tuple(self.module.parameters())
+        if list(map(id, parameters)) == list(map(id, self._wrapped)):
+            self._in_world_parameters = parameters
 
     def reshard(self) -> None:
         """Let the module have its sharded parameters, also after a forward pass of the script."""

@@ -72,8 +72,8 @@ class CurrentParameters:
 
     def read(self) -> list[nn.Parameter]:
         """The current parameters, each once, in the order of ``module.parameters()``."""
-        found = [own.get(name) for own, name in self._slots]
-        return list({id(p): p for p in found if p is not None}.values())
+        current = [own.get(name) for own, name in self._slots]
+        return list({id(p): p for p in current if p is not None}.values())
 
 
 def refuse_module(call: str, module: nn.Module, *, stale: Iterable[str] = ()) -> None:
@@ -81,21 +81,21 @@ def refuse_module(call: str, module: nn.Module, *, stale: Iterable[str] = ()) ->
 
     ``stale``: names of optimizers with parameters that no module has.
     """
-    if found := _sharded_part(module):
-        raise refusal(f"{call}: {found}{_created_before(stale)}")
+    if part := _sharded_part(module):
+        raise refusal(f"{call}: {part}{_created_before(stale)}")
 
 
 def refuse_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError if ``optimizer`` has a sharded parameter, naming it."""
-    if found := sharded_parameter(optimizer):
-        raise refusal(f"{call}: its {found}")
+    if part := sharded_parameter(optimizer):
+        raise refusal(f"{call}: its {part}")
 
 
 def refuse_tensors(call: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ConfigError if one of these is sharded, naming it."""
     for name, tensor in tensors.items():
-        if found := _description(tensor):
-            raise refusal(f"{call}: {name} is {found}")
+        if part := _description(tensor):
+            raise refusal(f"{call}: {name} is {part}")
 
 
 def refuse_stale_optimizers(module: str, names: Iterable[str]) -> None:
@@ -164,9 +164,9 @@ def sharded_parameter(optimizer: torch.optim.Optimizer) -> str:
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or ()
         for index, parameter in enumerate(group["params"]):
-            if found := _description(parameter):
+            if part := _description(parameter):
                 name = repr(names[index]) if index < len(names) else f"{index} of group {number}"
-                return f"parameter {name} is {found}"
+                return f"parameter {name} is {part}"
     return ""
 
 
@@ -312,8 +312,8 @@ def _fingerprint(gradient: torch.Tensor | None) -> Fingerprint:
         if not flat.numel():
             return []
         norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
-        found = [norm, *_signed_sums(flat).tolist()]
-    return found if all(map(math.isfinite, found)) else []
+        sums = [norm, *_signed_sums(flat).tolist()]
+    return sums if all(map(math.isfinite, sums)) else []
 
 
 def _is_partial_fingerprints(gradient: Any) -> bool:
@@ -385,16 +385,16 @@ def compare_same_parts(
     is_same = True
     for rank, modules in enumerate(gathered):
         begin = rank - rank % world.mesh.size
-        for name, found in modules.items():
-            noise = _noise(found)
-            for index, first in enumerate(found["first"]):
+        for name, held in modules.items():
+            noise = _noise(held)
+            for index, first in enumerate(held["first"]):
                 reference = gathered[begin + first][name]
                 difference = _relative_difference(
-                    found["weights"][index], reference["weights"][index]
+                    held["weights"][index], reference["weights"][index]
                 )
-                is_partial = _is_partial_same_parts(index, found, reference, noise)
+                is_partial = _is_partial_same_parts(index, held, reference, noise)
                 if difference > _ROUNDING or (is_partial and difference > _UNEQUAL):
-                    place = f"{name} (parameter {index}, {found['names'][index]!r})"
+                    place = f"{name} (parameter {index}, {held['names'][index]!r})"
                     raise _error(step, rank, begin + first, place, world, is_partial=is_partial)
                 is_same = is_same and not is_partial
     return is_same

@@ -302,13 +302,13 @@ def _plain(part: str) -> str:
 
 def _meshes(job: JobState) -> dict[str, Any]:
     """The meshes of this job's parameters, by their dimensions."""
-    found: dict[str, Any] = {}
+    meshes: dict[str, Any] = {}
     for module in job.modules.values():
         for parameter in module.all_parameters:
             if is_dtensor(parameter):
                 mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-                found.setdefault(_name_of(mesh), mesh)
-    return found
+                meshes.setdefault(_name_of(mesh), mesh)
+    return meshes
 
 
 def _name_of(mesh: Any) -> str:

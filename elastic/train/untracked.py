@@ -109,9 +109,9 @@ def _require(untracked: Callable[[], Companion | None], name: str) -> None:
 
 
 def _untracked(optimizer: torch.optim.Optimizer, tracked: Collection[object]) -> Companion | None:
-    found: list[Companion] = [*_schedulers(optimizer), *_calling_scaler()]
-    known = _ids(tracked, _DEPTH) if found else set()
-    return next((one for one in found if id(one) not in known), None)
+    companions: list[Companion] = [*_schedulers(optimizer), *_calling_scaler()]
+    known = _ids(tracked, _DEPTH) if companions else set()
+    return next((one for one in companions if id(one) not in known), None)
 
 
 def _schedulers(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
@@ -140,12 +140,12 @@ def _calling_scaler() -> Iterator[GradScaler]:
 
 def _ids(objects: Iterable[object], depth: int) -> set[int]:
     """The ids of the objects and of objects inside them."""
-    found = set()
+    ids = set()
     for one in objects:
-        found.add(id(one))
+        ids.add(id(one))
         if depth and not isinstance(one, _OPAQUE):
-            found |= _ids(_held(one), depth - 1)
-    return found
+            ids |= _ids(_held(one), depth - 1)
+    return ids
 
 
 def _held(holder: object) -> Iterable[object]:

@@ -267,10 +267,10 @@ def _name_of(kind: type) -> str:
 def _class_named(name: str) -> Any:
     """The class, if its module is imported: a state never causes an import."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) else None
+        target = getattr(target, part, None)
+    return target if isinstance(target, type) else None
 
 
 # -- to typed values ------------------------------------------------------------------------------
@@ -536,15 +536,15 @@ class _Memory:
         self._tensors: list[torch.Tensor] = []  # which keep their addresses
 
     def add(self, tensor: torch.Tensor) -> None:
-        if (found := _range_of(tensor)) is not None:
-            storage, start, stop = found
+        if (place := _range_of(tensor)) is not None:
+            storage, start, stop = place
             self._ranges.setdefault(storage, []).append((start, stop))
             self._tensors.append(tensor)
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
-        if (found := _range_of(tensor)) is None:
+        if (place := _range_of(tensor)) is None:
             return False
-        storage, start, stop = found
+        storage, start, stop = place
         return any(a < stop and start < b for a, b in self._ranges.get(storage, ()))
 
 

@@ -672,17 +672,17 @@ def given_settings(
         Path(environ.get("NCCL_CONF_FILE") or home / ".nccl.conf"),
         root / "etc/nccl.conf",
     )
-    found: dict[str, Given] = {}
+    given: dict[str, Given] = {}
     for file in reversed(files):
-        found.update({n: Given(v, str(file)) for n, v in _conf_settings(file)})
-    found.update(
+        given.update({n: Given(v, str(file)) for n, v in _conf_settings(file)})
+    given.update(
         {
             name: Given(value, ENVIRONMENT)
             for name, value in environ.items()
             if name.startswith(_PREFIXES) and name not in tuned
         }
     )
-    return found
+    return given
 
 
 def _conf_settings(file: Path) -> Iterable[tuple[str, str]]:

@@ -104,10 +104,10 @@ def read_network(
         root: where ``sys`` and ``dev`` are (for tests).
         addresses: of each interface, instead of the kernel's.
     """
-    found = local_addresses() if addresses is None else addresses
+    known = local_addresses() if addresses is None else addresses
     networks = _networks() if addresses is None else {}
     interfaces = tuple(
-        _interface(root, name, found[name], networks.get(name, ())) for name in sorted(found)
+        _interface(root, name, known[name], networks.get(name, ())) for name in sorted(known)
     )
     devices = tuple(_rdma_devices(root / "sys/class/infiniband"))
     may_open = any((root / "dev/infiniband").glob("uverbs*"))
@@ -122,17 +122,17 @@ def read_network(
 
 def local_addresses() -> dict[str, tuple[str, ...]]:
     """The addresses of each interface of this network namespace, IPv4 first."""
-    found: dict[str, list[str]] = {}
+    by_interface: dict[str, list[str]] = {}
     for name, address in [*_ipv4_addresses(), *_ipv6_addresses()]:
-        found.setdefault(name, []).append(address)
-    return {name: tuple(addresses) for name, addresses in found.items()}
+        by_interface.setdefault(name, []).append(address)
+    return {name: tuple(addresses) for name, addresses in by_interface.items()}
 
 
 def source_address(towards: str) -> str | None:
     """The address of this machine that the kernel would use to reach another; None: no route."""
     try:
-        found = socket.getaddrinfo(towards, _ANY_PORT, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
+        candidates = socket.getaddrinfo(towards, _ANY_PORT, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = candidates[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
@@ -175,12 +175,12 @@ def _ipv4_addresses() -> list[tuple[str, str]]:
         filled = fcntl.ioctl(any_socket, _SIOCGIFCONF, struct.pack("iL", size, where))
     length = struct.unpack("iL", filled)[0]
     entries = bytes(buffer)[:length]
-    found = []
+    addresses = []
     for start in range(0, length, _ENTRY_BYTES):
         label = entries[start : start + _NAME_BYTES].partition(b"\0")[0].decode()
         address = socket.inet_ntoa(entries[start + _NAME_BYTES + 4 : start + _NAME_BYTES + 8])
-        found.append((label.partition(":")[0], address))  # a second address may have a label
-    return found
+        addresses.append((label.partition(":")[0], address))  # a second address may have a label
+    return addresses
 
 
 def _networks() -> dict[str, tuple[str, ...]]:
@@ -189,12 +189,12 @@ def _networks() -> dict[str, tuple[str, ...]]:
         (name, f"{a}/{length}") for name, a in _ipv4_addresses() for length in _length(name, a)
     ]
     prefixes += [(name, f"{a}/{length}") for name, a, length in _ipv6_entries()]
-    found: dict[str, dict[str, None]] = {}
+    by_interface: dict[str, dict[str, None]] = {}
     for name, prefix in prefixes:
         network = ipaddress.ip_network(prefix, strict=False)
         if network.num_addresses > 1:
-            found.setdefault(name, {})[str(network)] = None
-    return {name: tuple(networks) for name, networks in found.items()}
+            by_interface.setdefault(name, {})[str(network)] = None
+    return {name: tuple(networks) for name, networks in by_interface.items()}
 
 
 def _length(name: str, address: str) -> tuple[int, ...]:
@@ -217,13 +217,13 @@ def _ipv6_addresses(table: Path = Path("/proc/self/net/if_inet6")) -> list[tuple
 def _ipv6_entries(table: Path = Path("/proc/self/net/if_inet6")) -> list[tuple[str, str, int]]:
     """Interface, address and the length of its prefix, without link-local ones, which do not
     identify a network."""
-    found = []
+    rows = []
     for line in _text(table).splitlines():
         digits, _, length, *_, name = line.split()
         address = ipaddress.IPv6Address(int(digits, 16))
         if not address.is_link_local:
-            found.append((name, str(address), int(length, 16)))
-    return found
+            rows.append((name, str(address), int(length, 16)))
+    return rows
 
 
 def _interface(
@@ -244,13 +244,13 @@ def _rdma_devices(folder: Path) -> list[RdmaDevice]:
     """Those that have an active port."""
     if not folder.is_dir():
         return []
-    found = []
+    devices = []
     for device in sorted(folder.iterdir()):
         active = [p for p in sorted(device.glob("ports/*")) if _ACTIVE in _text(p / "state")]
         if active:
             layer = _text(active[0] / "link_layer")
-            found.append(RdmaDevice(name=device.name, link_layer=layer, driver=_driver(device)))
-    return found
+            devices.append(RdmaDevice(name=device.name, link_layer=layer, driver=_driver(device)))
+    return devices
 
 
 def _cloud(
@@ -320,8 +320,8 @@ def configured_address(
     if local_addr:
         _require_within(local_addr, within, network)
         return local_addr
-    found = local_addresses() if addresses is None else addresses
-    every = [(name, address) for name, those in found.items() for address in those]
+    known = local_addresses() if addresses is None else addresses
+    every = [(name, address) for name, those in known.items() for address in those]
     for _, address in every:
         if ipaddress.ip_address(address) in within:
             return address

@@ -125,11 +125,11 @@ class Unauthenticated(Generic[T]):
 
     def discard(self, connection: T) -> None:
         """It is authenticated, or has ended."""
-        found = self._since_s.pop(connection, None)
-        if found is not None:
-            self._addresses[found[1]] -= 1
-            if not self._addresses[found[1]]:
-                del self._addresses[found[1]]
+        entry = self._since_s.pop(connection, None)
+        if entry is not None:
+            self._addresses[entry[1]] -= 1
+            if not self._addresses[entry[1]]:
+                del self._addresses[entry[1]]
 
     @property
     def oldest(self) -> T | None:
@@ -205,9 +205,9 @@ def make_folder_again(folder: str | os.PathLike[str]) -> None:
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
-    found = os.lstat(folder)
-    is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-    if found.st_uid != os.geteuid() or not is_private:
+    status = os.lstat(folder)
+    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if status.st_uid != os.geteuid() or not is_private:
         raise PermissionError(errno.EACCES, "others own it, or can enter it", os.fspath(folder))
 
 
@@ -250,12 +250,12 @@ def open_lock(path: str | os.PathLike[str]) -> int:
 
 def require_private(descriptor: int, path: str | os.PathLike[str]) -> None:
     """Raises PermissionError unless it is a regular file that only this user can access."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         raise PermissionError(f"{path} is not a regular file: remove it, or set TMPDIR")
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError(
-            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
+            f"{path} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, "
             f"expected user {os.geteuid()} and 600: remove it, or set TMPDIR"
         )
 
@@ -314,10 +314,10 @@ def _check_depth(data: bytes | bytearray, max_depth: int) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("duplicate field in an object")
-    return found
+    return fields
 
 
 def _no_constant(name: str) -> NoReturn:

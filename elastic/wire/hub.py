@@ -341,8 +341,10 @@ def outgoing_socket(host: str, port: int) -> tuple[socket.socket, Any]:
 
     Raises OSError.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    family, kind, protocol, _, address = found[0]
+    candidates = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+    )
+    family, kind, protocol, _, address = candidates[0]
     sock = socket.socket(family, kind, protocol)
     sock.setblocking(False)
     return sock, address

@@ -170,8 +170,8 @@ def is_record(beginning: bytes | bytearray) -> bool:
 def _signature_of(files: TlsFiles) -> _Signature:
     """What changes with the files' content; a link is followed, as Kubernetes changes one."""
     return tuple(
-        (found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev, found.st_size)
-        for found in (_stat(name, path) for name, path in _named(files))
+        (status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev, status.st_size)
+        for status in (_stat(name, path) for name, path in _named(files))
     )
 
 

@@ -113,11 +113,11 @@ def require_fit(folder: str | None, env: Mapping[str, str] = os.environ) -> None
     if is_checked and folder is None:
         return
     began_s = SYSTEM_CLOCK.monotonic()
-    found = _examine(folder, machine_is_checked=is_checked)
-    for finding in found:
+    findings = _examine(folder, machine_is_checked=is_checked)
+    for finding in findings:
         if finding["status"] == "warning":
             get_logger().warning("preflight: %s", _sentence(finding))
-    bad = [finding for finding in found if finding["status"] == "failed"]
+    bad = [finding for finding in findings if finding["status"] == "failed"]
     if bad:
         raise NodeUnfit(
             f"preflight: node {node_name()} does not join the job: "

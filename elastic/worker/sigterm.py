@@ -94,13 +94,13 @@ def _ending_signals() -> set[signal.Signals]:
 
     Without a launcher, Ctrl-C raises KeyboardInterrupt, as scripts expect.
     """
-    found = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    signals = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
     if is_launched():
-        found.add(signal.SIGINT)
+        signals.add(signal.SIGINT)
         names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
         listed = {getattr(signal, name.strip(), None) for name in names}
-        found |= {number for number in listed if isinstance(number, signal.Signals)}
-    return found - {signal.SIGKILL, signal.SIGSTOP}
+        signals |= {number for number in listed if isinstance(number, signal.Signals)}
+    return signals - {signal.SIGKILL, signal.SIGSTOP}
 
 
 class _Handler:

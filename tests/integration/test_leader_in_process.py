@@ -82,11 +82,11 @@ class InProcess(TestNode):
             failure_exit_code=exit_code,
         )
 
-    def report(self, generation: int, *accused: str) -> None:
-        """The workers report a failed collective, or a timeout while waiting for ``accused``."""
+    def report(self, generation: int, *unreachable: str) -> None:
+        """The workers report a failed collective, or a peer that did not arrive."""
         lease = eventually(lambda: self.service.loop.registration.lease)
         report = FailureReport(
-            node_id=self.id, generation=generation, error="reset", accused=accused
+            node_id=self.id, generation=generation, error="reset", unreachable=unreachable
         )
         self.store.put(KEYS.failure_report(self.id), encode(report), lease=lease)
 

@@ -91,10 +91,10 @@ def record_of(outcome: RunOutcome, folder: Path) -> Record:
 
 def samples_of(ledger: RunLedger) -> dict[int, Counter[int]]:
     """The samples that took effect in each step."""
-    found: dict[int, Counter[int]] = defaultdict(Counter)
+    samples: dict[int, Counter[int]] = defaultdict(Counter)
     for step in ledger.surviving:
-        found[step.step].update(step.samples)
-    return dict(found)
+        samples[step.step].update(step.samples)
+    return dict(samples)
 
 
 def continued(before: Mapping[int, Counter[int]], record: Record, resumed_at: int) -> Record:
@@ -200,11 +200,11 @@ def differing_state(
 ) -> list[Difference]:
     """What differs in the state, with the first boundary at which it does; by that, and plain
     values, which are often the cause, before tensors. ``only``: these names."""
-    found: dict[str, Difference] = {}
+    differing: dict[str, Difference] = {}
     for at in sorted(got.boundaries.keys() & wanted.boundaries.keys()):
         step, mine, theirs = at[0], got.boundaries[at], wanted.boundaries[at]
         for name in theirs:
-            if name in found or (only is not None and name not in only) or name not in mine:
+            if name in differing or (only is not None and name not in only) or name not in mine:
                 continue
             if not (gap := _apart(mine[name], theirs[name])):
                 continue
@@ -212,22 +212,24 @@ def differing_state(
             if name.startswith("state/") and isinstance(value := theirs[name][1], float):
                 tolerance = max(tolerance, rounding.of_metrics(0.0) * abs(value))
             if gap > tolerance:
-                found[name] = _difference(name, step, mine[name], theirs[name], gap)
-    return sorted(found.values(), key=lambda d: (d.step, d.is_tensor, not d.is_weight, -_size(d)))
+                differing[name] = _difference(name, step, mine[name], theirs[name], gap)
+    return sorted(
+        differing.values(), key=lambda d: (d.step, d.is_tensor, not d.is_weight, -_size(d))
+    )
 
 
 def names_by_rank(record: Record, rounding: Rounding) -> frozenset[str]:
     """The parts of the state that ranks do not share, such as BatchNorm's statistics. After the
     death of a rank, those of another one are used."""
-    found: set[str] = set()
+    names: set[str] = set()
     for (step, rank), state in record.boundaries.items():
         first = record.boundaries.get((step, 0), {})
         for name in state.keys() & first.keys() if rank else ():
-            gap = 0.0 if name in found else _apart(state[name], first[name])
+            gap = 0.0 if name in names else _apart(state[name], first[name])
             effect = rounding.of_state(name, step) if gap else 0.0
             if gap and gap > _tolerance(first[name], effect, rounding.roundings):
-                found.add(name)
-    return frozenset(found)
+                names.add(name)
+    return frozenset(names)
 
 
 def names_of_state(record: Record) -> frozenset[str]:
@@ -239,7 +241,7 @@ def differing_values(
     got: Record, wanted: Record, rounding: Rounding, *, only: frozenset[str] | None = None
 ) -> list[Difference]:
     """Logged values that differ, each with its first step."""
-    found = []
+    differences = []
     for name, steps in wanted.values.items():
         if only is not None and name not in only:
             continue
@@ -249,9 +251,9 @@ def differing_values(
             one, other = got.values[name][step], steps[step]
             is_same = one == other or (math.isnan(one) and math.isnan(other))
             if not is_same and not abs(one - other) <= tolerance + relative * abs(other):
-                found.append(Difference(f"run.log {name}", step, one, other, is_tensor=False))
+                differences.append(Difference(f"run.log {name}", step, one, other, is_tensor=False))
                 break
-    return sorted(found, key=lambda d: d.step)
+    return sorted(differences, key=lambda d: d.step)
 
 
 def matching_samples(got: Record, wanted: Record) -> int:
@@ -345,7 +347,7 @@ def differing_variables(
 
     Not those that differ without a fault: times, for example.
     """
-    found: dict[str, Variable] = {}
+    differing: dict[str, Variable] = {}
     for rank in sorted(got.variables.keys() & wanted.variables.keys()):
         mine, theirs = got.variables[rank], wanted.variables[rank]
         other = noisy.variables.get(rank, {}) if noisy is not None else {}
@@ -353,10 +355,10 @@ def differing_variables(
             file, _, line = scope.rpartition(":")
             kept = {n: (file, at) for n, at in sources.kept(file).of(int(line)).items()}
             for variable in _differing(mine[scope], theirs[scope], other.get(scope), kept):
-                known = found.get(variable.name)
+                known = differing.get(variable.name)
                 if known is None or (variable.has_tensors and not known.has_tensors):
-                    found[variable.name] = variable
-    return sorted(found.values(), key=lambda v: (not v.has_tensors, v.line))
+                    differing[variable.name] = variable
+    return sorted(differing.values(), key=lambda v: (not v.has_tensors, v.line))
 
 
 def _differing(

@@ -256,8 +256,8 @@ class Recording:
         self._noise_step += 1
         if self._noise_step == 1:
             return
-        found = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        held = [g for g in found if g is not None and not g.is_sparse]
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        held = [g for g in grads if g is not None and not g.is_sparse]
         gradients = [local_of(g) if is_dtensor(g) else g for g in held]
         if not gradients:
             return

@@ -63,7 +63,7 @@ def with_n3_out(code: int = 1, *, since_s: float = NOW - 5) -> Broken:
 
 def test_a_joining_node_that_fails_by_itself_is_quarantined() -> None:
     accounting = joined_s_ago(10.0)
-    accounting.charge(with_n3_out(), None, NOW)
+    accounting.count(with_n3_out(), None, NOW)
     assert accounting.flaps.quarantined(NOW) == {"id-n3": NOW + 30.0}
     assert accounting.flaps.quarantined(NOW + 30.0) == {}
 
@@ -71,14 +71,14 @@ def test_a_joining_node_that_fails_by_itself_is_quarantined() -> None:
 @pytest.mark.parametrize(("code", "seconds"), [(-9, 10.0), (-15, 10.0), (1, 70.0)])
 def test_a_node_killed_or_failed_later_is_not_quarantined(code: int, seconds: float) -> None:
     accounting = joined_s_ago(seconds)
-    accounting.charge(with_n3_out(code, since_s=NOW - seconds), None, NOW)
+    accounting.count(with_n3_out(code, since_s=NOW - seconds), None, NOW)
     assert accounting.flaps.quarantined(NOW) == {}
 
 
 def test_members_of_the_first_world_are_not_joining_nodes() -> None:
     accounting = FailureAccounting(OPTIONS)
     accounting.formed(None, EIGHT, NOW - 1)
-    accounting.charge(with_n3_out(), None, NOW)
+    accounting.count(with_n3_out(), None, NOW)
     assert accounting.flaps.quarantined(NOW) == {}
 
 
@@ -88,27 +88,27 @@ def test_a_joining_node_lost_before_the_switch_is_quarantined_by_name() -> None:
     accounting = FailureAccounting(OPTIONS)
     accounting.formed(SEVEN, pending, NOW - 1)
     gone = [missing("n3", proved_dead=True)]
-    accounting.charge(
+    accounting.count(
         broken(view(pending, runs("n1", SEVEN), runs("n2", SEVEN), gone=gone)), None, NOW
     )
     assert accounting.flaps.quarantined(NOW) == {"n3": NOW + 30.0}
 
 
-def charge_repeatedly(accounting: FailureAccounting, times: int, *, steps: int) -> StopJob | None:
+def count_repeatedly(accounting: FailureAccounting, times: int, *, steps: int) -> StopJob | None:
     """Worlds 1, 2, … each broken by n2's workers, ``steps`` after the previous one."""
     stop = None
     for generation in range(1, times + 1):
         group = world("n1", "n2", "n3", generation=generation, mode="in-process")
         v = view(group, runs("n1", group), runs("n3", group), out("n2", group))
         step_rate = StepRate(generation, generation * steps, 0.1, NOW)
-        stop = stop or accounting.charge(broken(v), step_rate, NOW + generation)
+        stop = stop or accounting.count(broken(v), step_rate, NOW + generation)
     return stop
 
 
 def test_failures_stop_the_job_unless_it_makes_progress() -> None:
-    stop = charge_repeatedly(FailureAccounting(OPTIONS), 3, steps=0)
+    stop = count_repeatedly(FailureAccounting(OPTIONS), 3, steps=0)
     assert stop is not None and "boom" in stop.reason
-    assert charge_repeatedly(FailureAccounting(OPTIONS), 20, steps=100) is None
+    assert count_repeatedly(FailureAccounting(OPTIONS), 20, steps=100) is None
 
 
 def test_a_restart_from_a_checkpoint_is_not_progress() -> None:
@@ -118,21 +118,21 @@ def test_a_restart_from_a_checkpoint_is_not_progress() -> None:
     for generation, step in ((1, 110), (2, 20), (3, 90), (4, 109)):
         group = world("n1", "n2", "n3", generation=generation, mode="in-process")
         v = view(group, runs("n1", group), runs("n3", group), out("n2", group))
-        stop = accounting.charge(broken(v), StepRate(generation, step, 0.1, NOW), NOW)
+        stop = accounting.count(broken(v), StepRate(generation, step, 0.1, NOW), NOW)
     assert stop is not None
 
 
-def test_a_world_is_charged_once_despite_repeated_proposals() -> None:
+def test_a_world_is_counted_once_despite_repeated_proposals() -> None:
     accounting = FailureAccounting(OPTIONS)
-    assert [accounting.charge(with_n3_out(), None, NOW) for _ in range(10)] == [None] * 10
+    assert [accounting.count(with_n3_out(), None, NOW) for _ in range(10)] == [None] * 10
 
 
-def test_joining_and_leaving_are_not_charged() -> None:
+def test_joining_and_leaving_are_not_counted() -> None:
     accounting = FailureAccounting(OPTIONS)
     leaves = seen(node("n3", NodeState.LEAVING, in_process=True, running=EIGHT))
     left = broken(view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), leaves))
-    assert accounting.charge(left, StepRate(8, 500, 0.1, NOW), NOW) is None
-    assert accounting.charge(left, StepRate(8, 500, 0.1, NOW), NOW) is None
+    assert accounting.count(left, StepRate(8, 500, 0.1, NOW), NOW) is None
+    assert accounting.count(left, StepRate(8, 500, 0.1, NOW), NOW) is None
     (record,) = accounting.records(NOW, 0.0)
     assert (record.left, record.counts, record.step) == (("n3",), False, 500)
     assert record.response == "formed generation 9 with n1, n2"
@@ -150,7 +150,7 @@ def lose_n3_repeatedly(
         v = view(group, runs("n1", group), runs("n2", group), gone=gone)
         step_rate = StepRate(generation, generation * steps, 0.1, NOW)
         accounting.observe(StepRate(1, 0, 0.1, NOW))
-        stop = stop or accounting.charge(broken(v), step_rate, NOW + generation)
+        stop = stop or accounting.count(broken(v), step_rate, NOW + generation)
     return stop
 
 
@@ -172,7 +172,7 @@ def test_a_name_shared_by_several_agents_is_not_churn() -> None:
         gone = [replace(g, member=members[2]) for g in gone]
         v = view(group, runs("n1", group), runs("n2", group), gone=gone)
         step_rate = StepRate(generation, 7, 0.1, NOW)
-        assert accounting.charge(broken(v), step_rate, NOW + generation) is None
+        assert accounting.count(broken(v), step_rate, NOW + generation) is None
 
 
 def test_single_losses_of_different_nodes_spend_no_budget() -> None:
@@ -183,17 +183,17 @@ def test_single_losses_of_different_nodes_spend_no_budget() -> None:
         gone = [missing(names[generation], proved_dead=True)]
         v = view(group, *(runs(n, group) for n in names[generation + 1 :]), gone=gone)
         step_rate = StepRate(generation, 7, 0.1, NOW)
-        assert accounting.charge(broken(v), step_rate, NOW + generation) is None
+        assert accounting.count(broken(v), step_rate, NOW + generation) is None
 
 
 def test_losses_do_not_displace_the_records_of_failures() -> None:
     accounting = FailureAccounting(OPTIONS)
-    assert charge_repeatedly(accounting, 2, steps=0) is None
+    assert count_repeatedly(accounting, 2, steps=0) is None
     for generation in range(3, 40):
         group = world("n1", "n2", f"n{generation}", generation=generation, mode="in-process")
         gone = [missing(f"n{generation}", proved_dead=True)]
         v = view(group, runs("n1", group), runs("n2", group), gone=gone)
-        assert accounting.charge(broken(v), StepRate(1, 0, 0.1, NOW), NOW + 3) is None
+        assert accounting.count(broken(v), StepRate(1, 0, 0.1, NOW), NOW + 3) is None
     records = accounting.records(NOW + 3, 0.0)
     assert len(records) == 16
     assert [r.generation for r in records if r.counts] == [1, 2]
@@ -222,10 +222,10 @@ def test_a_broken_connection_and_its_late_cause_count_once(how: str) -> None:
     accounting = FailureAccounting(replace(OPTIONS, failure_budget=1))
     for generation, step in ((8, 3), (11, 4)):
         reported = in_world(generation, runs("n3", SEVEN), reports=True)
-        assert accounting.charge(reported, StepRate(generation, step, 0.1, NOW), NOW) is None
+        assert accounting.count(reported, StepRate(generation, step, 0.1, NOW), NOW) is None
         late = generation + 1
         cause = dies(late) if how == "dies" else in_world(late, lost=True)
-        stop = accounting.charge(cause, StepRate(late, step, 0.1, NOW), NOW + 1)
+        stop = accounting.count(cause, StepRate(late, step, 0.1, NOW), NOW + 1)
         assert (stop is not None) == (how == "dies" and generation == 11)
         records = accounting.records(NOW + 1, 0.0)[-2:]
         assert [r.counts for r in records] == [False, how == "dies" or generation == 11]  # or churn
@@ -234,15 +234,15 @@ def test_a_broken_connection_and_its_late_cause_count_once(how: str) -> None:
 def test_a_failure_after_steps_does_not_explain_the_one_before() -> None:
     accounting = FailureAccounting(replace(OPTIONS, failure_budget=1))
     reported = in_world(8, runs("n3", SEVEN), reports=True)
-    assert accounting.charge(reported, StepRate(8, 3, 0.1, NOW), NOW) is None
-    stop = accounting.charge(dies(9), StepRate(9, 5, 0.1, NOW), NOW + 1)
+    assert accounting.count(reported, StepRate(8, 3, 0.1, NOW), NOW) is None
+    stop = accounting.count(dies(9), StepRate(9, 5, 0.1, NOW), NOW + 1)
     assert stop is not None and stop.exit_code == 70
 
 
 def test_unexplained_failures_spend_the_budget() -> None:
     accounting = FailureAccounting(OPTIONS)
     stops = [
-        accounting.charge(
+        accounting.count(
             in_world(generation, runs("n3", SEVEN), reports=True),
             StepRate(generation, 3, 0.1, NOW),
             NOW,
@@ -254,8 +254,8 @@ def test_unexplained_failures_spend_the_budget() -> None:
 
 def test_the_record_contains_verdict_and_response() -> None:
     accounting = FailureAccounting(OPTIONS)
-    assert accounting.charge(failed_with("CUDA error: uncorrectable ECC error"), None, NOW) is None
-    assert accounting.charge(failed_with("NameError: name 'x' is not defined", NINE), None, NOW)
+    assert accounting.count(failed_with("CUDA error: uncorrectable ECC error"), None, NOW) is None
+    assert accounting.count(failed_with("NameError: name 'x' is not defined", NINE), None, NOW)
     first, last = accounting.records(NOW, 0.0)
     assert first.verdict == "exclude-node: a GPU of this node is faulty"
     assert first.response == "quarantined n3, formed generation 9 with n1, n2"
@@ -266,7 +266,7 @@ def test_the_record_contains_verdict_and_response() -> None:
 def test_the_next_leader_inherits_steps_and_oom_kills() -> None:
     accounting = FailureAccounting(OPTIONS)
     failed = Failed("id-n3", "n3", "boom", -9, step=41, is_oom_kill=True)
-    accounting.charge(replace(with_n3_out(-9), failures=(failed,)), StepRate(8, 40, 0.1, NOW), NOW)
+    accounting.count(replace(with_n3_out(-9), failures=(failed,)), StepRate(8, 40, 0.1, NOW), NOW)
     (record,) = records = accounting.records(NOW, 0.0)
     assert (record.step, record.failures[0].step, record.failures[0].is_oom_kill) == (40, 41, True)
     other = FailureAccounting(OPTIONS)
@@ -277,7 +277,7 @@ def test_the_next_leader_inherits_steps_and_oom_kills() -> None:
 def test_an_oom_kill_has_its_own_verdict_and_quarantines_a_joining_node() -> None:
     accounting = joined_s_ago(10.0)
     failed = Failed("id-n3", "n3", "local rank 0 was ended by SIGKILL", -9, is_oom_kill=True)
-    accounting.charge(replace(with_n3_out(-9), failures=(failed,)), None, NOW)
+    accounting.count(replace(with_n3_out(-9), failures=(failed,)), None, NOW)
     assert accounting.verdict is not None
     assert accounting.verdict[1].rule == "host-out-of-memory"
     assert "id-n3" in accounting.flaps.quarantined(NOW)
@@ -290,7 +290,7 @@ def test_a_fault_in_the_kernel_log_quarantines_its_node_and_not_the_peer() -> No
     peer = Failed("id-n1", "n1", text, 1)
     faulty = Failed("id-n3", "n3", text, 1, kernel_log=(xid,))
     accounting = FailureAccounting(OPTIONS)
-    accounting.charge(replace(with_n3_out(), failures=(peer, faulty)), None, NOW)
+    accounting.count(replace(with_n3_out(), failures=(peer, faulty)), None, NOW)
     assert accounting.verdict is not None
     failed, verdict = accounting.verdict
     assert (failed.node, verdict.evidence) == ("n3", f"kernel log: {xid}")
@@ -300,14 +300,14 @@ def test_a_fault_in_the_kernel_log_quarantines_its_node_and_not_the_peer() -> No
 
 def test_the_next_leader_continues_the_count() -> None:
     one = FailureAccounting(OPTIONS)
-    assert charge_repeatedly(one, 2, steps=0) is None
+    assert count_repeatedly(one, 2, steps=0) is None
     last = world("n1", "n2", "n3", generation=3, mode="in-process")
     records = one.records(NOW + 2, wall_s=5000.0)
     assert [r.time_s for r in records] == [4999.0, 5000.0]
     two = FailureAccounting(OPTIONS)
     two.remember(replace(last, breakages=records), NOW + 3, wall_s=5001.0)
     v = view(last, runs("n1", last), runs("n3", last), out("n2", last))
-    stop = two.charge(broken(v), None, NOW + 3)
+    stop = two.count(broken(v), None, NOW + 3)
     assert stop is not None and "3 times in a row" in stop.reason
 
 
@@ -322,7 +322,7 @@ def test_the_next_leader_knows_the_progress_of_the_job(steps: int) -> None:
         leader.observe(step_rate)
         group = replace(last, generation=generation)
         v = view(group, runs("n1", group), runs("n3", group), out("n2", group))
-        stop = stop or leader.charge(broken(v), step_rate, NOW + generation)
+        stop = stop or leader.count(broken(v), step_rate, NOW + generation)
         records = leader.records(NOW + generation, wall_s=5000.0 + generation)
         last = replace(last, breakages=records)
     assert (stop is None) is (steps > 0)
@@ -334,12 +334,12 @@ def test_a_node_that_all_others_waited_for_is_quarantined_by_id() -> None:
         group = world("n1", "n2", "n3", generation=generation, mode="in-process")
         reports = tuple(
             FailureReport(
-                node_id=f"id-{n}", generation=generation, error="late", accused=("id-n2",)
+                node_id=f"id-{n}", generation=generation, error="late", unreachable=("id-n2",)
             )
             for n in ("n1", "n3")
         )
         members = [runs(n, group) for n in ("n1", "n2", "n3")]
-        accounting.charge(broken(view(group, *members, failure_reports=reports)), None, NOW)
+        accounting.count(broken(view(group, *members, failure_reports=reports)), None, NOW)
     assert set(accounting.flaps.quarantined(NOW)) == {"id-n2"}
 
 
@@ -353,7 +353,7 @@ def failed_with(text: str, group: WorldRecord = EIGHT) -> Broken:
 
 def test_a_deterministic_error_stops_the_job_at_once() -> None:
     accounting = FailureAccounting(OPTIONS)
-    stop = accounting.charge(failed_with("NameError: name 'lr' is not defined"), None, NOW)
+    stop = accounting.count(failed_with("NameError: name 'lr' is not defined"), None, NOW)
     assert stop is not None and stop.exit_code == 1
     assert "n3" in stop.reason and "name 'lr' is not defined" in stop.reason
 
@@ -361,7 +361,7 @@ def test_a_deterministic_error_stops_the_job_at_once() -> None:
 def test_a_faulty_gpu_quarantines_its_node_at_once() -> None:
     accounting = FailureAccounting(OPTIONS)
     text = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
-    assert accounting.charge(failed_with(text), None, NOW) is None
+    assert accounting.count(failed_with(text), None, NOW) is None
     assert accounting.flaps.quarantined(NOW) == {"id-n3": NOW + 30.0}
     assert accounting.verdict is not None and accounting.verdict[1].rule == "gpu-hardware"
 
@@ -369,10 +369,10 @@ def test_a_faulty_gpu_quarantines_its_node_at_once() -> None:
 def test_a_module_that_is_missing_on_one_node_quarantines_it_once_the_job_has_trained() -> None:
     text = "ModuleNotFoundError: No module named 'flash_attn'"
     at_the_start = FailureAccounting(OPTIONS)
-    assert at_the_start.charge(failed_with(text), None, NOW) is not None
+    assert at_the_start.count(failed_with(text), None, NOW) is not None
     later = FailureAccounting(OPTIONS)
     later.observe(StepRate(8, 40, 0.1, NOW))
-    assert later.charge(failed_with(text), StepRate(8, 41, 0.1, NOW), NOW) is None
+    assert later.count(failed_with(text), StepRate(8, 41, 0.1, NOW), NOW) is None
     assert "id-n3" in later.flaps.quarantined(NOW)
 
 
@@ -390,7 +390,7 @@ def test_one_statement_that_fails_on_all_nodes_counts_once() -> None:
         view(nine, runs("n1", EIGHT), fails("n2")),
         view(ten, fails("n1")),
     ):
-        assert accounting.charge(broken(v), None, NOW) is None
+        assert accounting.count(broken(v), None, NOW) is None
     assert [b.counts for b in accounting.records(NOW, 0.0)] == [True, False, False]
 
 
@@ -409,7 +409,7 @@ def test_a_failure_counts_in_each_world_that_had_been_entered_before() -> None:
         view(nine, runs("n1", nine), fails("n2", 9)),
         view(ten, fails("n1", 10)),
     ):
-        accounting.charge(broken(v), None, NOW)
+        accounting.count(broken(v), None, NOW)
     assert [b.counts for b in accounting.records(NOW, 0.0)] == [True, True, True]
 
 
@@ -419,13 +419,13 @@ def test_a_refusal_by_all_nodes_ends_a_job_that_has_trained() -> None:
     def refuses(name: str) -> NodeView:
         return seen(node(name, arrived_for=8, failure=text, exit_code=1))
 
-    def charge(*nodes: NodeView) -> StopJob | None:
+    def count(*nodes: NodeView) -> StopJob | None:
         accounting = FailureAccounting(OPTIONS)
         accounting.observe(StepRate(8, 40, 0.1, NOW))
-        return accounting.charge(broken(view(EIGHT, *nodes)), StepRate(8, 41, 0.1, NOW), NOW)
+        return accounting.count(broken(view(EIGHT, *nodes)), StepRate(8, 41, 0.1, NOW), NOW)
 
-    assert charge(runs("n1", EIGHT), runs("n2", EIGHT), refuses("n3")) is None
-    stop = charge(refuses("n1"), refuses("n2"), refuses("n3"))
+    assert count(runs("n1", EIGHT), runs("n2", EIGHT), refuses("n3")) is None
+    stop = count(refuses("n1"), refuses("n2"), refuses("n3"))
     assert stop is not None
     assert stop.reason.splitlines()[-1] == "  call run.track(optimizer=optimizer)"
 
@@ -437,12 +437,12 @@ def test_a_module_that_is_missing_on_a_node_that_joins_does_not_end_the_job() ->
     eight = replace(world("n1", "n2", "n3", generation=8), cause=Cause.JOINED)
     accounting = FailureAccounting(OPTIONS)
     accounting.formed(seven, eight, NOW - 4)
-    assert accounting.charge(failed_with(text, eight), None, NOW) is None
+    assert accounting.count(failed_with(text, eight), None, NOW) is None
     assert "id-n3" in accounting.flaps.quarantined(NOW)
     restarted = FailureAccounting(OPTIONS)
     eight = replace(eight, cause=Cause.FAILURE)
     restarted.formed(seven, eight, NOW - 4)
-    assert restarted.charge(failed_with(text, eight), None, NOW) is not None
+    assert restarted.count(failed_with(text, eight), None, NOW) is not None
 
 
 @pytest.mark.parametrize("mode", ["restart", "in-process"])
@@ -477,7 +477,7 @@ def test_no_failure_of_a_joining_node_ends_the_job_of_others(
         facts = Failed("id-n3", "n3", text, code, generation=eight.generation)
         v = view(eight, *others, failed)
         failure = replace(broken(v, since_s=now - 5), failures=(facts,))
-        assert accounting.charge(failure, None, now) is None
+        assert accounting.count(failure, None, now) is None
         assert "id-n3" in accounting.flaps.quarantined(now)
         now += OPTIONS.quarantine_s
         seven = replace(seven, generation=eight.generation + 1)
@@ -494,17 +494,17 @@ def test_an_error_that_other_nodes_have_had_too_ends_the_job() -> None:
         group = replace(eight, generation=generation)
         others = [runs(n, group) for n in ("n1", "n2", "n3", "n4") if n != name]
         failed = seen(node(name, arrived_for=generation, failure=text, exit_code=1))
-        stop = accounting.charge(broken(view(group, *others, failed)), None, NOW)
+        stop = accounting.count(broken(view(group, *others, failed)), None, NOW)
         assert (stop is not None) == (name == "n3")
 
 
-def test_a_failure_is_charged_once_while_the_others_cannot_connect() -> None:
+def test_a_failure_is_counted_once_while_the_others_cannot_connect() -> None:
     """The record of n3 keeps its failure until its next workers start; the groups of the others
     are not built meanwhile. A new leader has the same records."""
     accounting = FailureAccounting(OPTIONS)
     failure = Failed("id-n3", "n3", "ValueError: bad sample", 1, 500, generation=8)
     first = broken(view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), out("n3", EIGHT)))
-    assert accounting.charge(replace(first, failures=(failure,)), None, NOW) is None
+    assert accounting.count(replace(first, failures=(failure,)), None, NOW) is None
     for generation in (9, 10, 11):
         group = replace(SEVEN, generation=generation)
         reports = tuple(
@@ -516,7 +516,7 @@ def test_a_failure_is_charged_once_while_the_others_cannot_connect() -> None:
             records = accounting.records(NOW, NOW)
             accounting = FailureAccounting(OPTIONS)
             accounting.remember(replace(group, breakages=records), NOW, NOW)
-        assert accounting.charge(replace(broken(v), failures=(failure,)), None, NOW) is None
+        assert accounting.count(replace(broken(v), failures=(failure,)), None, NOW) is None
     assert sum(bool(b.failures) for b in accounting.records(NOW, NOW)) == 1
 
 
@@ -528,8 +528,8 @@ def test_the_same_failure_of_all_nodes_counts_once_per_world() -> None:
         failure = Failed(f"id-{name}", name, "ValueError: x", 2, 0, generation=8)
         others = [runs(n, EIGHT) for n in ("n1", "n2", "n3") if n != name]
         v = view(group, *others, out(name, EIGHT, 2))
-        charged = replace(broken(v), failures=(failure,))
-        assert accounting.charge(charged, None, NOW) is None
+        counted = replace(broken(v), failures=(failure,))
+        assert accounting.count(counted, None, NOW) is None
     assert [b.counts for b in accounting.records(NOW, NOW)] == [True, False, False]
 
 
@@ -545,7 +545,7 @@ def test_groups_that_cannot_be_built_do_not_use_up_the_budget() -> None:
             for n in nodes
         )
         v = view(group, *nodes, failure_reports=reports)
-        assert accounting.charge(broken(v), None, NOW) is None
+        assert accounting.count(broken(v), None, NOW) is None
         pauses.append((accounting.retry_at_s or NOW) - NOW)
         waiting = replace(v, failing_since_s=NOW - 9, retry_at_s=accounting.retry_at_s)
         assert proposal(waiting, now=NOW + pauses[-1])
@@ -563,13 +563,13 @@ def test_old_breakages_stay_old_for_a_leader_whose_clock_is_behind() -> None:
     for i in range(OPTIONS.failure_budget + 1):
         group = replace(EIGHT, generation=8 + i)
         v = view(group, runs("n1", group), runs("n2", group), out("n3", group))
-        accounting.charge(replace(broken(v), failures=()), None, NOW + i * day_s)
+        accounting.count(replace(broken(v), failures=()), None, NOW + i * day_s)
     end_s = NOW + OPTIONS.failure_budget * day_s
     last = replace(EIGHT, generation=20, time_s=end_s, breakages=accounting.records(end_s, end_s))
     successor = FailureAccounting(OPTIONS)
     successor.remember(last, NOW, end_s - 30 * day_s)
     v = view(last, runs("n1", last), runs("n2", last), out("n3", last))
-    assert successor.charge(replace(broken(v), failures=()), None, NOW) is None
+    assert successor.count(replace(broken(v), failures=()), None, NOW) is None
 
 
 def test_an_error_of_a_survivor_has_no_verdict_if_a_node_was_lost() -> None:
@@ -577,15 +577,15 @@ def test_an_error_of_a_survivor_has_no_verdict_if_a_node_was_lost() -> None:
     loser = seen(node("n3", arrived_for=8, failure="NameError: name 'x' is not defined"))
     gone = [missing("n2", proved_dead=True)]
     lost = broken(view(EIGHT, runs("n1", EIGHT), loser, gone=gone))
-    assert accounting.charge(lost, None, NOW) is None
+    assert accounting.count(lost, None, NOW) is None
     assert accounting.verdict is None
 
 
 def test_a_verdict_is_reported_once() -> None:
     accounting = FailureAccounting(OPTIONS)
-    accounting.charge(failed_with("OSError: [Errno 30] Read-only file system: '/x'"), None, NOW)
+    accounting.count(failed_with("OSError: [Errno 30] Read-only file system: '/x'"), None, NOW)
     assert accounting.verdict is not None
-    accounting.charge(failed_with("OSError: [Errno 30] Read-only file system: '/x'"), None, NOW)
+    accounting.count(failed_with("OSError: [Errno 30] Read-only file system: '/x'"), None, NOW)
     assert accounting.verdict is None
 
 
@@ -609,6 +609,6 @@ def test_repeated_failures_of_a_machine_are_not_script_errors() -> None:
         gone = seen(node("n2", arrived_for=generation, failure=ECC, exit_code=1))
         failed = broken(view(group, out("n1", group), gone))
         failed = replace(failed, failures=(Failed("id-n2", "n2", ECC, 1),))
-        assert accounting.charge(failed, None, NOW + generation) is None
+        assert accounting.count(failed, None, NOW + generation) is None
         assert accounting.records(NOW, 0.0)[-1].excluded == "n2"
         assert "id-n2" in accounting.flaps.quarantined(NOW + generation)

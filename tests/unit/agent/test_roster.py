@@ -249,7 +249,7 @@ def test_a_dropped_connection_is_not_lost() -> None:
     assert not connections.is_lost("leader")
 
 
-def test_a_node_found_alive_is_not_charged_with_a_failure() -> None:
+def test_a_node_found_alive_does_not_count_as_a_failure() -> None:
     flaps = FlapTracker()
     for now in (0.0, 1.0):
         flaps.lost("n1", now)

@@ -406,27 +406,27 @@ def test_a_node_that_flaps_after_its_quarantine_is_quarantined_again() -> None:
     assert flaps.quarantined(20) == {"n1": 30.0}
 
 
-def test_a_node_accused_three_times_in_a_row_is_quarantined() -> None:
+def test_the_first_to_fail_three_times_in_a_row_is_quarantined() -> None:
     flaps = FlapTracker()
     for now, node in enumerate(("n1", "n1", "n2", "n1", "n1")):
-        flaps.accused(node, now)
+        flaps.failed_first(node, now)
     assert flaps.quarantined(5) == {}
-    flaps.accused("n1", 5)
+    flaps.failed_first("n1", 5)
     assert flaps.quarantined(5) == {"n1": 65.0}
 
 
-def test_accusations_separated_by_healthy_time_do_not_accumulate() -> None:
+def test_first_failures_separated_by_healthy_time_do_not_accumulate() -> None:
     flaps = FlapTracker()
     for now in (0, 121, 242, 363):
-        flaps.accused("n1", now)
+        flaps.failed_first("n1", now)
     assert flaps.quarantined(363) == {}
 
 
-def test_a_quarantine_resets_the_accusations() -> None:
+def test_a_quarantine_resets_the_count() -> None:
     flaps = FlapTracker(FlapPolicy(quarantine_s=1))
     for now in range(3):
-        flaps.accused("n1", now)
-    flaps.accused("n1", 10)
+        flaps.failed_first("n1", now)
+    flaps.failed_first("n1", 10)
     assert flaps.quarantined(10) == {}
 
 

@@ -468,7 +468,7 @@ def test_a_member_that_has_not_adopted_the_world_yet_is_no_failure() -> None:
     assert "runs on n1, n2" in wait(v).reason
 
 
-def test_a_repeatedly_accused_member_is_evicted_if_the_rest_suffices() -> None:
+def test_a_repeatedly_unreachable_member_is_evicted_if_the_rest_suffices() -> None:
     members = (runs("n1"), runs("n2"), out("n3", failure="boom"))
     p = proposal(view(world("n1", "n2", "n3"), *members, quarantined={"n3": NOW + 60}))
     assert named(p) == ["n1", "n2"]

@@ -398,7 +398,7 @@ def test_a_failed_build_waits_for_the_member_that_knows_the_cause() -> None:
     v = view(eight, *members("n1", "n2", "n3"), failure_reports=(report("n1", 8),))
     fresh = replace(v, failing_since_s=NOW)
     assert wait(fresh).until_s == NOW + POLICY.origin_settle_s
-    known = replace(fresh, failure_reports=(report("n1", 8), accuses("n2", "n3", generation=8)))
+    known = replace(fresh, failure_reports=(report("n1", 8), reports("n2", "n3", generation=8)))
     known = replace(known, failure_reports=(*known.failure_reports, report("n3", 8)))
     assert wait(known).until_s == NOW + POLICY.failure_settle_s
 
@@ -529,29 +529,29 @@ def test_a_node_with_the_state_does_not_restart_with_nodes_that_lost_it() -> Non
     assert (named(p), p.mode) == (["n1", "n2"], "in-process")
 
 
-def accuses(name: str, *accused: str, generation: int = 7) -> FailureReport:
-    return replace(report(name, generation), accused=tuple(f"id-{n}" for n in accused))
+def reports(name: str, *unreachable: str, generation: int = 7) -> FailureReport:
+    return replace(report(name, generation), unreachable=tuple(f"id-{n}" for n in unreachable))
 
 
 def test_a_suspect_with_unreachable_workers_is_evicted_early() -> None:
     n1, n2, n3 = members("n1", "n2", "n3")
     silent_n3 = suspect(n3, NOW)
-    told = (report("n1", 7), accuses("n2", "n3"))
+    told = (report("n1", 7), reports("n2", "n3"))
     v = view(SEVEN, n1, n2, silent_n3, failure_reports=told)
     assert wait(v).until_s == NOW + POLICY.cut_off_s < NOW + POLICY.suspect_s
     assert named(proposal(v, now=NOW + POLICY.cut_off_s)) == ["n1", "n2"]
     # Its own report, and one of another generation, do not count.
-    for said in (accuses("n3", "n3"), accuses("n2", "n3", generation=6)):
+    for said in (reports("n3", "n3"), reports("n2", "n3", generation=6)):
         v = view(SEVEN, n1, n2, silent_n3, failure_reports=(report("n1", 7), said))
         assert wait(v).until_s == NOW + POLICY.suspect_s
 
 
-def test_an_accused_node_has_time_to_report_in_turn() -> None:
+def test_an_unreachable_node_has_time_to_report_in_turn() -> None:
     """Of two nodes that cannot reach each other, either may report first."""
-    v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(accuses("n2", "n3"),))
+    v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(reports("n2", "n3"),))
     fresh = replace(v, failing_since_s=NOW)
     assert wait(fresh).until_s == NOW + POLICY.origin_settle_s
-    both = replace(fresh, failure_reports=(accuses("n2", "n3"), accuses("n3", "n2")))
+    both = replace(fresh, failure_reports=(reports("n2", "n3"), reports("n3", "n2")))
     assert wait(both).until_s == NOW + POLICY.failure_settle_s
 
 
