@@ -308,7 +308,7 @@ class ChangeDetector(Hook):
         name, dot, _ = path.rpartition(".")
         if not dot:
             return None
-        return next((one for name_of, one in reachable(self._all_roots()) if name_of == name), None)
+        return next((one for where, one in reachable(self._all_roots()) if where == name), None)
 
     def _known(self, modules: Iterable[nn.Module]) -> frozenset[int]:
         """Ids of the job's state: wrapped modules, tracked objects and what they hold."""
