@@ -268,9 +268,14 @@ def finisher(
         "PET_RDZV_ENDPOINT": workers.endpoints[0],
         "PET_RDZV_ID": workers.run_id,
     }
+    # Where a kubelet would mount the service account.
+    mounted = (
+        "import sys, pathlib; from elastic.cli import finish; from elastic.cli.main import main; "
+        "finish.CREDENTIALS = pathlib.Path(sys.argv[1]); sys.exit(main(sys.argv[2:]))"
+    )
     command = [
-        *(sys.executable, "-m", "elastic.cli.main", "finish"),
-        *(f"--statefulset={NAME}", f"--credentials={api.credentials}", *flags),
+        *(sys.executable, "-c", mounted, str(api.credentials)),
+        *("finish", f"--statefulset={NAME}", *flags),
     ]
     with subprocess.Popen(command, env=environment) as process:
         try:

@@ -190,11 +190,12 @@ class TrainingJob(LocalCluster):
 
     def assert_only_the_outcome_is_stored(self) -> None:
         """Call after the end: etcd holds only the outcome, once the leases of killed nodes have
-        expired.
+        expired, and where the checkpoints are.
         """
         kept = {self.keys.world, self.keys.done, self.keys.secret}
+        either = kept, kept | {self.keys.checkpoint_folder}
         eventually(
-            lambda: {entry.key for entry in self.store.list(self.keys.root).entries} == kept,
+            lambda: {entry.key for entry in self.store.list(self.keys.root).entries} in either,
             f"nothing but {sorted(kept)} in the store",
         )
 

@@ -19,7 +19,7 @@ from kit.run_kit import job, process, steps_of_job
 import checkpoints
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
 from elastic.agent.service import Permission
-from elastic.link.link import Heartbeat, Permit
+from elastic.link.link import FolderAnswer, Heartbeat, Permit
 from elastic.membership.records import Done, Keys, NodeState, Outcome, WorldRecord
 from elastic.train.step import Step
 from elastic.tuning.intervals import permission_s
@@ -266,6 +266,7 @@ def test_no_step_is_committed_without_permission(
     tmp_path: Path, permitted_until_s: float, committed: list[int]
 ) -> None:
     worlds = worlds_of(ManualClock(100.0))
+    worlds.receive(FolderAnswer(folder=str(tmp_path)))  # to this process's own
     with process(tmp_path, every_steps=100, worlds=worlds) as run:
         j = job(run)
 
