@@ -126,7 +126,7 @@ class Engine:
         self._is_stuck = False
         # A daemon: a hung disk must not keep the process from exiting.
         self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
-        self._thread.start()
+        self._starting = threading.Lock()
 
     # -- the caller's thread ------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Engine:
     def submit(self, task: Callable[[], object]) -> None:
         """Run ``task`` on the writer thread, after earlier saves. It reports its own failures."""
         self._check_alive()
-        self._jobs.put(task)
+        self._submit(task)
 
     def save_async(
         self,
@@ -207,7 +207,7 @@ class Engine:
             job = SaveJob(attempt, handle, world.fence, began_s, now_s - began_s, deadline_s)
             with self._lock:
                 self._open.append(job)
-            self._jobs.put(job)
+            self._submit(job)
         except CheckpointError:  # before the writer thread has the job
             self._buffers.release(handle)
             raise
@@ -227,7 +227,7 @@ class Engine:
         """
         reason = "its caller was interrupted"
         self._abandon(lambda job: job.handle is handle, reason)
-        self._jobs.put(lambda: self._buffers.release(handle))
+        self._submit(lambda: self._buffers.release(handle))
 
     @property
     def has_free_buffer(self) -> bool:
@@ -264,7 +264,7 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the writer thread runs: until :meth:`close`, or an error."""
+        """Whether the writer thread runs: from the first save until :meth:`close`, or an error."""
         return self._thread.is_alive()
 
     def outcomes(self) -> tuple[SaveOutcome, ...]:
@@ -312,7 +312,10 @@ class Engine:
         self._closed = True
         finished = self._died is not None or self._wait(timeout_s, is_awaited)
         self._abandon(lambda job: True, "the engine was closed")
-        self._jobs.put(None)
+        with self._starting:
+            self._jobs.put(None)
+            if self._thread.ident is None:
+                return finished
         self._thread.join(timeout=PART_POLL_S * 10 if finished else 0.0)
         self._report_death()
         return finished and not self.is_alive
@@ -391,6 +394,12 @@ class Engine:
         with self._lock:
             self._ended.append(handle.outcome)
         handle.ended.set()
+
+    def _submit(self, job: SaveJob | Callable[[], object]) -> None:
+        with self._starting:
+            self._jobs.put(job)
+            if self._thread.ident is None and not self._closed:
+                self._thread.start()
 
     # -- the writer's thread ------------------------------------------------------------------
 

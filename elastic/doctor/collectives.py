@@ -89,10 +89,11 @@ class Rank:
 def everyone(value: Any) -> list[Any]:
     """The JSON values of all ranks, in their order. (torch's own would unpickle them.)"""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)]))
+    cpu = data.device
+    sizes = [torch.zeros(1, dtype=torch.int64, device=cpu) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=cpu))
     longest = max(int(size) for size in sizes)
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    parts = [torch.zeros(longest, dtype=torch.uint8, device=cpu) for _ in sizes]
     dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - len(data))))
     return [json.loads(bytes(p[: int(s)].tolist())) for p, s in zip(parts, sizes, strict=True)]
 
@@ -425,7 +426,7 @@ def initialisation(scheme: str) -> Check:
 def _group(me: Rank, url: str) -> str:
     timeout = datetime.timedelta(seconds=me.given["deadline_s"])
     store = next(iter(rendezvous(url, me.rank, me.size, timeout=timeout)))[0]
-    prefixed = torch._C._distributed_c10d.PrefixStore("doctor", store)
+    prefixed = dist.PrefixStore("doctor", store)  # type: ignore[attr-defined]
     group: Any = dist.ProcessGroupGloo(prefixed, me.rank, me.size, timeout)
     tensor = me.tensor(1)
     group.allreduce([tensor]).wait()

@@ -554,9 +554,10 @@ def test_close_finishes_pending_saves_and_joins_the_thread() -> None:
     storage = MemoryStorage()
     others = set(threading.enumerate())
     engine = Engine(storage, busy="wait")
-    (thread,) = (t for t in threading.enumerate() if t.name == THREAD_NAME and t not in others)
+    assert others == set(threading.enumerate()), "no thread before the first save"
     for step in range(6):
         engine.save_async(small_state(step), step=step, world=ALONE)
+    (thread,) = (t for t in threading.enumerate() if t.name == THREAD_NAME and t not in others)
     assert engine.close()
     assert [o.status for o in engine.outcomes()] == [SaveStatus.COMMITTED] * 6
     assert not thread.is_alive() and not engine.is_alive
