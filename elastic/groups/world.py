@@ -229,7 +229,8 @@ class ReplicaMesh:
             raise ConfigError(
                 f"elastic.join(mesh=…) has replicas of {self.size} ranks ({self}), and the agents "
                 f"form replicas of {replica_size}",
-                hint=f"--rdzv-conf=replica_size={self.size} on every node (docs/how-to/replicas.md)",
+                hint=f"--rdzv-conf=replica_size={self.size} on every node "
+                "(docs/how-to/replicas.md)",
             )
         if replica_size > workers or not (left := workers % self.size):
             return
