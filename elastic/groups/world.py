@@ -229,7 +229,8 @@ class ReplicaMesh:
             raise ConfigError(
                 f"elastic.join(mesh=…) has replicas of {self.size} ranks ({self}), and the agents "
                 f"form replicas of {replica_size}",
-                hint=f"--rdzv-conf=replica_size={self.size} on every node (docs/how-to/sharded.md)",
+                hint=f"--rdzv-conf=replica_size={self.size} on every node "
+                "(docs/how-to/replicas.md)",
             )
         if replica_size > workers or not (left := workers % self.size):
             return
@@ -239,14 +240,14 @@ class ReplicaMesh:
                 f"(mesh {self}), but the agent was not configured for replicas over "
                 f"{self.size // workers} nodes",
                 hint=f"--nproc-per-node={self.size}, or on every node "
-                f"--rdzv-conf=replica_size={self.size} (docs/how-to/sharded.md)",
+                f"--rdzv-conf=replica_size={self.size} (docs/how-to/replicas.md)",
             )
         raise ConfigError(
             f"{workers} workers on this node cannot form replicas of {self.size} ranks "
             f"(mesh {self}): {left} of them would wait forever",
             hint=f"--nproc-per-node must be a multiple of {self.size}, or, for replicas over "
             f"several nodes, a divisor of it with --rdzv-conf=replica_size={self.size} "
-            "(docs/how-to/sharded.md)",
+            "(docs/how-to/replicas.md)",
         )
 
     def __str__(self) -> str:

@@ -68,7 +68,7 @@ MODULES_ON_ALL_RANKS = (
     "all ranks in each step; where its output is not needed, add it to the loss times zero: "
     "loss = loss + 0.0 * other(x).sum(). Without a mesh, wrap modules that take turns as one, "
     "whose forward chooses: run.wrap(Both(first, second), find_unused_parameters=True) "
-    "(docs/how-to/sharded.md, “Modules without gradients”)"
+    "(docs/reference/sharded.md, “Modules without gradients”)"
 )
 
 

@@ -456,7 +456,7 @@ _AS_EXPERTS = """\
 {name} = nn.Parameter(DTensor.from_local(own, run.mesh["ep"], [Shard(0)]))   # own: this rank's \
 experts
     or  nn.Parameter(distribute_tensor(whole, run.mesh["ep"], [Shard(0)]))   # before fully_shard
-    and {name}.to_local() in forward (docs/how-to/sharded.md, "Expert parallelism")"""
+    and {name}.to_local() in forward (docs/how-to/pipeline.md, "Expert parallelism")"""
 
 
 def check_coverage(module: nn.Module, parts: Sequence[Any], mesh: ReplicaMesh) -> None:
