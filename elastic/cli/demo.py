@@ -443,7 +443,8 @@ class LineView:
         assert front.epoch is not None
         if front.epoch > self._epoch:
             self._epoch = front.epoch
-            text = f"epoch {front.epoch}: step {front.step}, {len(busy)} nodes training"
+            nodes = "1 node" if len(busy) == 1 else f"{len(busy)} nodes"
+            text = f"epoch {front.epoch}: step {front.step}, {nodes} training"
             self.say(text, SYSTEM_CLOCK.wall())
 
     def close(self) -> None:
@@ -782,6 +783,9 @@ class Demo:
             self._say(f"{VICTIM} is killed (SIGKILL, agent and worker), {where}")
         else:
             self._start(nodes, ADDED, endpoint)
+            self._say(
+                f"steps are slower until {ADDED} has joined, so that training is not over then"
+            )
         self._plan = self._plan.after(act, position)
 
     def _step_rate(self, position: JobPosition | None) -> None:
@@ -852,6 +856,13 @@ def node_environment(name: str, folder: Path) -> dict[str, str]:
     }
 
 
+_NEXT = """
+next
+  elastic tutorial FOLDER      port an ordinary DDP script, and kill its workers
+  elastic run --nodes-local 3 --embedded-etcd --nnodes 2:3 YOUR_SCRIPT.py
+  elastic status, dashboard    of a running job: the endpoint and run id are in its first lines"""
+
+
 def _print_result(summary: Summary, report: Path | None, *, json_wanted: bool) -> None:
     if json_wanted:
         print(json.dumps({**summary.as_json(), "report": str(report) if report else None}))
@@ -859,6 +870,7 @@ def _print_result(summary: Summary, report: Path | None, *, json_wanted: bool) -
     print_summary(summary, Console())
     if report is not None:
         print(f"{'report':<14}{report}")
+    print(_NEXT)
 
 
 def _show_logs(folder: Path) -> None:
