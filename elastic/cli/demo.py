@@ -783,9 +783,7 @@ class Demo:
             self._say(f"{VICTIM} is killed (SIGKILL, agent and worker), {where}")
         else:
             self._start(nodes, ADDED, endpoint)
-            self._say(
-                f"steps are slower until {ADDED} has joined, so that training is not over then"
-            )
+            self._say(f"steps are slower until {ADDED} has joined: training must not end before")
         self._plan = self._plan.after(act, position)
 
     def _step_rate(self, position: JobPosition | None) -> None:
