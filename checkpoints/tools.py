@@ -224,8 +224,9 @@ def _untie(state: dict[str, Any]) -> None:
 def import_from(source: str | os.PathLike[str], form: Format, *, trust: bool = False) -> Any:
     """Read the state from a file or folder of another format, for :func:`checkpoints.save`.
 
-    ``trust`` is required for DCP, whose metadata is a pickle; without it :class:`ArgumentError` is
-    raised. Raises :class:`ReadFailed`, a :class:`LoadError`, if the source is not of that format.
+    ``trust`` is required for DCP, whose metadata is a pickle, and refused for other formats, where
+    it has no effect: :class:`ArgumentError`. Raises :class:`ReadFailed`, a :class:`LoadError`, if
+    the source is not of that format.
     """
     read = _of(_READERS, form)
     if form == "dcp" and not trust:
@@ -233,6 +234,11 @@ def import_from(source: str | os.PathLike[str], form: Format, *, trust: bool = F
             f"{source}: the metadata of torch.distributed.checkpoint is a pickle",
             hint="Reading it can execute arbitrary code; pass trust=True (--trust) if you trust "
             "its source.",
+        )
+    if trust and form != "dcp":
+        raise ArgumentError(
+            f"trust=True (--trust) has no effect on the format {form}: no file of it is unpickled",
+            hint="Omit it; it is for DCP only.",
         )
     with reading(str(source)):
         try:

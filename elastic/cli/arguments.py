@@ -120,7 +120,8 @@ def add_options_argument(
 
 def options_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> AgentOptions:
     """The options of the job's agents: ``--rdzv-conf``, else ``ELASTIC_*``. Raises ConfigError."""
-    return read_options(_pairs(args.rdzv_conf), environ)
+    given = as_given("--rdzv-conf", args.rdzv_conf, environ)
+    return read_options(_pairs(args.rdzv_conf, given), environ)
 
 
 def endpoint_of(args: argparse.Namespace) -> str:
@@ -139,13 +140,23 @@ def _required(value: str | None, flag: str, variable: str, more: str = "") -> st
     return value
 
 
-def _pairs(text: str) -> dict[str, str]:
-    """torchrun's ``key=value,key=value``."""
+def as_given(flag: str, value: str, environ: Mapping[str, str] = os.environ) -> str:
+    """How a value was set, for errors: by torchrun's variable for the flag, if that has the value.
+
+    >>> as_given("--rdzv-conf", "x", {"PET_RDZV_CONF": "x"}), as_given("--rdzv-conf", "x", {})
+    ('PET_RDZV_CONF=x', '--rdzv-conf=x')
+    """
+    variable = f"PET_{flag.removeprefix('--').replace('-', '_').upper()}"
+    return f"{variable if environ.get(variable) == value else flag}={value}"
+
+
+def _pairs(text: str, given: str) -> dict[str, str]:
+    """torchrun's ``key=value,key=value``. ``given``: how it was set."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     for key, equals, value in pairs:
         if not (key.strip() and equals and value.strip()):
             raise ConfigError(
-                f"--rdzv-conf={text}: {key!r} is not KEY=VALUE",
+                f"{given}: {key!r} is not KEY=VALUE",
                 hint="for example --rdzv-conf=prefix=/elastic,mode=restart",
             )
     return {key.strip(): value.strip() for key, _, value in pairs}

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     bring.add_argument(
         "--trust",
         action="store_true",
-        help="trust the pickle in DCP's metadata, which can execute code",
+        help="with --from dcp only: trust the pickle in its metadata, which can execute code",
     )
     return parser
 

@@ -340,6 +340,22 @@ def _check_workers(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--shutdown-timeout={timeout_s} is negative", hint="give a number of seconds"
         )
+    signals_to_handle(args)
+
+
+def signals_to_handle(args: argparse.Namespace) -> set[signal.Signals]:
+    """The signals of ``--signals-to-handle``. Raises ConfigError for a name that is none, or that
+    of a signal that no process can handle: torch omits both with a warning."""
+    names = [name.strip() for name in str(args.signals_to_handle).split(",") if name.strip()]
+    known = {s.name: s for s in signal.Signals if s not in (signal.SIGKILL, signal.SIGSTOP)}
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--signals-to-handle={args.signals_to_handle}: {name!r} is not a signal that a "
+                f"process can handle{nearest(name, known)}",
+                hint="for example --signals-to-handle=SIGTERM,SIGINT,SIGUSR1",
+            )
+    return {known[name] for name in names}
 
 
 def most_local_nodes(args: argparse.Namespace, memory_bytes: int | None = None) -> int:
@@ -720,10 +736,25 @@ def run_agent(args: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     try:
+        _require_event_log(args)
         record(torchrun.run)(args)
     except BaseException as error:  # noqa: BLE001 (reported, and turned into the exit code)
         return _report(error)
     return arguments.DONE
+
+
+def _require_event_log(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a destination of events that torch would look up as the job starts."""
+    from torch.distributed.elastic.events.handlers import get_logging_handler
+
+    try:
+        get_logging_handler(args.event_log_handler)
+    except KeyError:
+        given = arguments.as_given("--event-log-handler", args.event_log_handler)
+        raise ConfigError(
+            f"{given} names no handler of events that torch has",
+            hint="omit it, or use --event-log-handler=console",
+        ) from None
 
 
 def _report(error: BaseException) -> int:
@@ -786,17 +817,13 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_on_signals(names: Sequence[str] = ()) -> Iterator[StopRequest]:
-    """Turn SIGINT, SIGTERM, SIGHUP and the signals called ``names`` into a StopRequest within the
-    block.
+def stop_on_signals(more: Iterable[signal.Signals] = ()) -> Iterator[StopRequest]:
+    """Turn SIGINT, SIGTERM, SIGHUP and ``more`` signals into a StopRequest within the block.
 
     Signals ignored on entry (SIGHUP under nohup) stay ignored.
     """
     stop = StopRequest()
-    listed = {getattr(signal, name.strip(), None) for name in names}
-    handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    handled |= {number for number in listed if isinstance(number, signal.Signals)}
-    handled -= {signal.SIGKILL, signal.SIGSTOP}
+    handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *more}
     signums = [signum for signum in handled if signal.getsignal(signum) != signal.SIG_IGN]
     before = [signal.signal(signum, stop) for signum in signums]
     try:
@@ -813,8 +840,8 @@ def agent_command(args: argparse.Namespace) -> list[str]:
 
 def run_local(args: argparse.Namespace) -> int:
     """Run ``args.nodes_local`` agents until the last has ended."""
-    names = str(args.signals_to_handle).split(",")
-    with stop_on_signals(names) as stop, LocalNodes(_print_line) as nodes:
+    signals = signals_to_handle(args)
+    with stop_on_signals(signals) as stop, LocalNodes(_print_line) as nodes:
         for index in range(args.nodes_local):
             if stop.signum is not None:
                 break

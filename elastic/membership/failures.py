@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass
 from enum import Enum
 
-from elastic.tracebacks import exception_of, exception_type
+from elastic.tracebacks import exception_line, exception_of, exception_type
 
 # ----------------------------------------------------------------------------
 # The table of known failures: the patterns of their texts, and the meaning of each.
@@ -644,6 +644,8 @@ def _by_exit_code(facts: FailureFacts) -> FailureVerdict:
         )
     if code is not None and code < 0:
         return _verdict(Action.RESTART, "signal", Confidence.MEDIUM, "a signal ended it", evidence)
+    if facts.text and not _is_ours(facts.text):
+        evidence = exception_line(facts.text)[:_EVIDENCE]
     return _verdict(
         Action.RESTART, "unknown", Confidence.LOW, "no rule matches; it may be transient", evidence
     )

@@ -21,6 +21,13 @@ TOKEN = "ELASTIC_TEST_TOKEN"
 _STOPS_WITHIN_S = 1.0
 
 
+def react_to_signals() -> None:
+    """Give this process the default action for signals that its parent may ignore: background
+    processes of a shell ignore SIGINT and SIGQUIT, and nohup SIGHUP. Agents keep them ignored."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @dataclass(frozen=True)
 class Process:
     """A living process, not a zombie, whose environment no longer exists."""

@@ -57,8 +57,9 @@ class ElasticDDP(DDP):
     """The module that ``run.wrap`` returns. ``options`` are DistributedDataParallel's."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        for name in options.keys() & _REFUSED.keys():
-            raise ConfigError(f"wrap({name}=…) is not possible: {_REFUSED[name]}")
+        for name in options:
+            if name in _REFUSED:
+                raise ConfigError(f"wrap({name}=…) is not possible: {_REFUSED[name]}")
         _check_kind(module)
         nn.Module.__init__(self)
         self.module = module

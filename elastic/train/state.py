@@ -318,7 +318,7 @@ class JobState:
                 "samples would be repeated and omitted",
                 hint=f"pass join(seed={tree['seed']}), or use another checkpoint folder",
             )
-        for name in self.loaders.keys() & tree["loaders"].keys():
+        for name in sorted(self.loaders.keys() & tree["loaders"].keys()):
             self._check_data(name, tree["loaders"][name])
 
     def _check_data(self, name: str, saved: dict[str, Any]) -> None:

@@ -297,6 +297,7 @@ def _positive_options() -> list[str]:
 # accepted, and mapped where they have an equivalent, so that existing command lines keep working.
 
 ENVIRONMENT_PREFIX = "ELASTIC_"
+CONF_VARIABLE = "PET_RDZV_CONF"  # torchrun's default of --rdzv-conf
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 # What torch's c10d, etcd and etcd-v2 backends accept (torch 2.11 to 2.15:
@@ -330,7 +331,7 @@ _QUOTES = "\"'"
 def read_options(
     conf: Mapping[str, Any], environ: Mapping[str, str], *, for_program: bool = False
 ) -> AgentOptions:
-    """Merge defaults, environment and ``--rdzv-conf``.
+    """Merge defaults, environment and ``--rdzv-conf`` (or its variable).
 
     ``for_program``: a program calls ``elastic_launch`` and expects each node's results, so that
     the others are waited for as long as torch's own backends do (docs/decisions/0018).
@@ -339,6 +340,7 @@ def read_options(
         ConfigError: unknown name (with the nearest known one) or unusable value.
     """
     known = {f.name: str(f.type) for f in fields(AgentOptions)}
+    place = _place_of(conf, environ)
     values: dict[str, Any] = {}
     for variable, text in environ.items():
         name = _option_of_variable(variable, known)
@@ -346,23 +348,36 @@ def read_options(
             values[name] = _parse(name, known[name], text, variable)
     given_as: dict[str, str] = {}
     for given, value in ((_unquoted(k), _unquoted(v)) for k, v in conf.items()):
-        conf_name = _option_of_conf(given, value, known)
+        conf_name = _option_of_conf(given, value, known, place)
         if conf_name is not None:
-            parsed = _parse(conf_name, known[conf_name], value, "--rdzv-conf")
-            _require_one_value(given_as, conf_name, given, parsed, values)
+            parsed = _parse(conf_name, known[conf_name], value, place)
+            _require_one_value(given_as, conf_name, given, parsed, values, place)
             values[conf_name] = parsed
     last_call_s = STOCK_LAST_CALL_S if for_program else AgentOptions.last_call_s
     return AgentOptions(**{**_fitting_defaults(values, last_call_s), **values})
 
 
+def _place_of(conf: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    """Where ``conf`` was given, for errors: in torchrun's variable, if all of that is in it."""
+    pairs = (part.partition("=") for part in environ.get(CONF_VARIABLE, "").split(","))
+    of_variable = {key.strip(): value.strip() for key, _, value in pairs if key.strip()}
+    has_all = all(str(conf.get(key)) == value for key, value in of_variable.items())
+    return CONF_VARIABLE if of_variable and has_all else "--rdzv-conf"
+
+
 def _require_one_value(
-    given_as: dict[str, str], option: str, given: str, value: Any, values: Mapping[str, Any]
+    given_as: dict[str, str],
+    option: str,
+    given: str,
+    value: Any,
+    values: Mapping[str, Any],
+    place: str,
 ) -> None:
     """Raise ConfigError if an option is given by two of its names, with two values."""
     other = given_as.setdefault(option, given)
     if other != given and values[option] != value:
         raise ConfigError(
-            f"{other}={values[option]} and {given}={value} in --rdzv-conf are the same option, "
+            f"{other}={values[option]} and {given}={value} in {place} are the same option, "
             f"{option}",
             hint=f"give {option} alone",
         )
@@ -413,7 +428,7 @@ def _option_of_variable(variable: str, known: Mapping[str, str]) -> str | None:
     return None
 
 
-def _option_of_conf(given: str, value: Any, known: Mapping[str, str]) -> str | None:
+def _option_of_conf(given: str, value: Any, known: Mapping[str, str], place: str) -> str | None:
     if given in known:
         return given
     if given == "timeout":
@@ -427,7 +442,7 @@ def _option_of_conf(given: str, value: Any, known: Mapping[str, str]) -> str | N
     near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ConfigError(
-        f"unknown option {given}={value} in --rdzv-conf",
+        f"unknown option {given}={value} in {place}",
         hint=f"{hint}Known: {', '.join(sorted(known))}",
     )
 

@@ -228,6 +228,25 @@ def test_a_fork_finalizes_its_objects_and_exits_normally(
     assert start(server, tmp_path, str(script), "abort").wait(PATIENCE_S) == -signal.SIGABRT
 
 
+def test_a_fork_reacts_to_signals_that_the_server_s_parent_ignores(tmp_path: Path) -> None:
+    """Tests may run in the background of a shell, or under nohup, and send these signals."""
+    numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        server = ForkServer()
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    listed = [*map(int, numbers)]
+    code = f"import signal as s; print([s.getsignal(n) is s.SIG_IGN for n in {listed}])"
+    try:
+        process = ForkedPopen(server.client, [sys.executable, "-c", code], stdout=subprocess.PIPE)
+        output, _ = process.communicate(timeout=PATIENCE_S)
+    finally:
+        server.close()
+    assert output == b"[False, False, False]\n"
+
+
 def test_a_completed_program_returns_its_exit_code_and_both_outputs(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic.testing.forks.child import fork
-from elastic.testing.processes import Process, kill_owned_by, owned_by, send
+from elastic.testing.processes import Process, kill_owned_by, owned_by, react_to_signals, send
 from elastic.testing.waiting import PATIENCE_S, eventually
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -55,8 +55,7 @@ class Owner:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            # Background processes of a shell ignore SIGINT, which is inherited.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=react_to_signals,
         )
 
     def started(self) -> list[Process]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from elastic.testing.forks.server import ForkedPopen, can_fork, shared_fork_server
+from elastic.testing.processes import react_to_signals
 
 
 def start_python(
     command: Sequence[str], *, env: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[Any]:
     """``subprocess.Popen(command, env=env, **options)`` in a new session, forked if possible.
-    Unlike a background process of a shell, it does not ignore SIGINT."""
+    Unlike a background process of a shell, it ignores no signal."""
     server = shared_fork_server()
     if server is not None and can_fork(command, env):
         return ForkedPopen(server.client, command, env=env, **options)
@@ -24,7 +24,7 @@ def start_python(
         command,
         env=env,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=react_to_signals,
         **options,
     )
 

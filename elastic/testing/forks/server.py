@@ -42,6 +42,7 @@ from typing import Any
 
 from elastic.testing.forks import bound_to_parent, ending, namespace
 from elastic.testing.forks.proc_area import Area
+from elastic.testing.processes import react_to_signals
 
 _WARM = (
     "encodings.idna",  # of the first connection
@@ -372,8 +373,8 @@ def main(connection: socket.socket) -> None:
     global _ARGUMENTS, _ENVIRONMENT
     ending.prepare()
     _ARGUMENTS, _ENVIRONMENT = Area((48, 49)), Area((50, 51))
-    # Background processes of a shell ignore SIGINT, which is inherited.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    react_to_signals()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a new interpreter
     own = dict(os.environ)
     os.environ.clear()  # the strings of the kernel's block are unused from now on
     os.environ.update(own)

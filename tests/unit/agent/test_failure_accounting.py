@@ -454,6 +454,8 @@ def test_a_module_that_is_missing_on_a_node_that_joins_does_not_end_the_job() ->
         ("NameError: name 'foo' is not defined", 1),
         ("RuntimeError: Error(s) in loading state_dict for Net: size mismatch for a", 1),
         ("train.py: error: unrecognized arguments: --x", 2),
+        ("TrainingError: Adam is not tracked\n  call run.track(optimizer=optimizer)", 1),
+        ("ConfigError: checkpoints cannot be written to /data: Permission denied", 2),
         ("boom", 1),
         (None, 65),
     ],
@@ -479,6 +481,9 @@ def test_no_failure_of_a_joining_node_ends_the_job_of_others(
         failure = replace(broken(v, since_s=now - 5), failures=(facts,))
         assert accounting.count(failure, None, now) is None
         assert "id-n3" in accounting.flaps.quarantined(now)
+        # (Why it waits, for its log and `elastic status`.)
+        why = accounting.quarantine_reasons["id-n3"]
+        assert (text or f"exit code {code}").partition("\n")[0] in why
         now += OPTIONS.quarantine_s
         seven = replace(seven, generation=eight.generation + 1)
         eight = replace(eight, generation=eight.generation + 2)

@@ -156,6 +156,16 @@ def test_usage_errors_are_explained(folder: Path, capsys: pytest.CaptureFixture[
     assert "there is no file or folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+def test_trust_is_refused_where_it_has_no_effect(
+    folder: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(folder / name_of(10) / "00000-of-00002.safetensors")
+    flags = ("--from", form, "--step", "1", "--trust")
+    assert main(["checkpoints", "import", str(folder), source, *flags]) == 2
+    assert f"(--trust) has no effect on the format {form}" in capsys.readouterr().err
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -62,8 +62,11 @@ def test_missing_and_malformed_values_name_the_flag_and_the_variable() -> None:
         run_id_of(nothing)
     assert options_of(nothing, {}).prefix == options_of(parsed("--rdzv-conf=,"), {}).prefix
     for text in ("prefix", "prefix=", "=/ours"):
-        with pytest.raises(ConfigError, match="is not KEY=VALUE"):
-            options_of(parsed(f"--rdzv-conf={text}"), {})
+        with pytest.raises(ConfigError, match=r"^--rdzv-conf=.* is not KEY=VALUE"):
+            options_of(parsed(f"--rdzv-conf={text}"), ENVIRON)
+        wrong = {"PET_RDZV_CONF": text}
+        with pytest.raises(ConfigError, match=r"^PET_RDZV_CONF=.* is not KEY=VALUE"):
+            options_of(parsed(environ=wrong), wrong)
 
 
 @pytest.mark.parametrize(

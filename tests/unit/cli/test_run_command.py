@@ -121,6 +121,11 @@ def test_another_backend_keeps_torchruns_count_of_restarts(monkeypatch: pytest.M
         ("--embedded-etcd --nproc-per-node 0 train.py", ["--nproc-per-node=0"]),
         ("--embedded-etcd --monitor-interval -1 train.py", ["--monitor-interval=-1"]),
         ("--embedded-etcd --nodes-local 1000000 train.py", ["memory of this machine"]),
+        (
+            "--embedded-etcd --signals-to-handle SIGTERM,SIGUSR train.py",
+            ["--signals-to-handle=SIGTERM,SIGUSR", "'SIGUSR'", "SIGUSR1"],
+        ),
+        ("--embedded-etcd --signals-to-handle SIGKILL train.py", ["'SIGKILL' is not a signal"]),
     ],
 )
 def test_usage_errors_name_the_value_and_the_remedy(line: str, named: list[str]) -> None:
@@ -161,6 +166,24 @@ def test_a_value_that_torch_refuses_is_a_usage_error(
     assert main(["run", "--rdzv-endpoint=127.0.0.1:1", flag, "train.py"]) == 2
     written = capsys.readouterr().err
     assert "torchrun refuses the value of a flag" in written and "Traceback" not in written
+
+
+def test_a_handler_of_events_that_torch_does_not_have_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["run", "--rdzv-endpoint=127.0.0.1:1", "train.py"]
+    assert main([*command[:1], "--event-log-handler=zz", *command[1:]]) == 2
+    assert "\nelastic: --event-log-handler=zz names no handler" in capsys.readouterr().err
+    monkeypatch.setenv("PET_EVENT_LOG_HANDLER", "zz")
+    assert main(command) == 2
+    written = capsys.readouterr().err
+    assert "\nelastic: PET_EVENT_LOG_HANDLER=zz names no handler" in written
+    assert "Traceback" not in written
+
+
+def test_signals_to_handle_stop_local_nodes_too() -> None:
+    args = run.parse(["--embedded-etcd", "--signals-to-handle= SIGUSR1,,SIGTERM", __file__])
+    assert run.signals_to_handle(args) == {signal.SIGUSR1, signal.SIGTERM}
 
 
 def test_a_variable_that_torch_refuses_is_named(

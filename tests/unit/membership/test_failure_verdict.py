@@ -51,6 +51,9 @@ def test_a_hardware_fault_takes_precedence_over_a_collective_error() -> None:
 def test_an_unknown_error_text_means_restart() -> None:
     verdict = judge_failure(FailureFacts(text="the moon is in the way", exit_code=3))
     assert (verdict.action, verdict.rule) == (Action.RESTART, "unknown")
+    assert verdict.evidence == "the moon is in the way"
+    ours = judge_failure(FailureFacts(text="the script called sys.exit(3)", exit_code=3))
+    assert ours.evidence == "exit code 3"
 
 
 def test_an_oom_kill_is_identified() -> None:

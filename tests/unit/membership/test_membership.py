@@ -436,6 +436,9 @@ def test_a_quarantined_joining_node_waits_for_the_end_of_its_quarantine(key: str
     w = wait(view(world("n1", "n2"), *members, quarantined={key: NOW + 30}))
     assert w.until_s == NOW + 30
     assert "n3 is quarantined" in w.reason
+    why = replace(view(world("n1", "n2"), *members), quarantined={key: NOW + 30})
+    why = replace(why, quarantine_reasons={"id-n3": "a module is missing"})
+    assert waiting_nodes(why, NOW, POLICY) == {"id-n3": "n3 is quarantined: a module is missing"}
     after = view(world("n1", "n2"), *members, quarantined={key: NOW})
     assert named(proposal(after)) == ["n1", "n2", "n3"]
 

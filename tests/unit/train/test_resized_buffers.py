@@ -1,15 +1,16 @@
-"""States whose buffers have another shape than those of a new process."""
+"""States that differ from those of a new process: what is loaded, and how the rest is refused."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from elastic.errors import TrainingError
+from elastic.errors import ConfigError, TrainingError
 from elastic.train.ddp import ElasticDDP
 from elastic.train.state import JobState
 
@@ -65,6 +66,16 @@ def test_differences_are_listed_in_the_order_of_the_model() -> None:
         job_of(Net()).check(tree, "the state")
     listed = [line.split()[1] for line in str(refused.value).splitlines() if " has shape " in line]
     assert listed == [name.replace("__", ".") for name in names]
+
+
+def test_of_several_loaders_with_other_data_the_first_name_is_refused() -> None:
+    job, names = job_of(Net()), ("validation", "train", "calibration", "images", "texts")
+    tree = job.tree()
+    for name in names:
+        job.loaders[name] = Mock(load_state_dict=Mock(side_effect=ConfigError(name)))
+        tree["loaders"][name] = {}
+    with pytest.raises(ConfigError, match="calibration"):
+        job.check(tree, "the state")
 
 
 def test_another_buffer_of_another_shape_is_refused() -> None:

@@ -33,6 +33,13 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_of_several_refused_options_the_first_one_is_named() -> None:
+    """Each time: the leader compares the texts of failures."""
+    for options in (list(ddp._REFUSED), list(reversed(ddp._REFUSED))):
+        with pytest.raises(ConfigError, match=rf"wrap\({options[0]}="):
+            ElasticDDP(nn.Linear(1, 1), **dict.fromkeys(options))
+
+
 def gradient(model: ElasticDDP) -> torch.Tensor:
     model.zero_grad()
     model(torch.ones(2, 3)).sum().backward()

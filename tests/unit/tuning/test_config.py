@@ -131,6 +131,24 @@ def test_invalid_values_are_named(conf: dict[str, str], message_part: str) -> No
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("leases=4", "unknown option leases=4"),
+        ("mode=restart, lease_s = x", "lease_s='x'"),
+        ("preflight=maybe", "preflight='maybe'"),
+        ("last_call_s=3,last_call_timeout=4", "last_call_s=3.0 and last_call_timeout=4.0"),
+    ],
+)
+def test_the_variable_of_rdzv_conf_is_named_if_it_was_the_source(text: str, what: str) -> None:
+    pairs = (part.partition("=") for part in text.split(","))
+    conf = {key.strip(): value.strip() for key, _, value in pairs}
+    for variable, place in ((text, "PET_RDZV_CONF"), ("mode=in-process", "--rdzv-conf")):
+        with pytest.raises(ConfigError) as caught:
+            read_options({**conf, "timeout": 900}, {"PET_RDZV_CONF": variable})
+        assert caught.value.message.startswith(f"{what} in {place}")
+
+
 # Contradictory pairs: the settings, and both names with values that the error contains.
 CONTRADICTIONS: list[tuple[dict[str, str], str, str]] = [
     ({"probe_s": "4"}, "probe_s=4", "lease_s=4"),
