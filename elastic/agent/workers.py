@@ -998,7 +998,10 @@ class Workers:
             )
 
     def _on_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
-        if worker.local_rank == 0 and (heartbeat.phase == IN_STEP or heartbeat.step_time_s > 0):
+        # While it builds a group, a worker still has the step time of an earlier world.
+        entered = self._known.entered.get(worker.pid, heartbeat.generation)
+        is_stepping = heartbeat.phase == IN_STEP or heartbeat.step_time_s > 0
+        if worker.local_rank == 0 and is_stepping and entered == heartbeat.generation:
             self._context.status.stepping_generation = heartbeat.generation
         # Without the duration of a step, the beginning of a later one cannot be predicted.
         if worker.local_rank == 0 and heartbeat.generation and heartbeat.step_time_s > 0:

@@ -20,6 +20,7 @@ from elastic.link.link import (
     IN_STEP,
     ClientHandshakeRequest,
     CountEvents,
+    Entered,
     Exiting,
     Heartbeat,
     LinkServer,
@@ -230,6 +231,21 @@ def test_a_step_has_begun_when_the_first_worker_reports_it() -> None:
     ):
         workers.on_message(worker, heartbeat)
         assert context.status.stepping_generation == begun
+
+
+def test_a_worker_that_builds_the_next_group_has_begun_no_step_there() -> None:
+    """It still has the step time of its last world."""
+    context = Context()
+    workers = Workers(cast(NodeContext, context))
+    worker = Worker(pid=1 << 22, local_rank=0, token=0)
+    known = Heartbeat(generation=7, step=3, phase="other", step_time_s=0.1)
+    workers.on_message(worker, Entered(generation=7, step=3))
+    workers.on_message(worker, known)
+    workers.on_message(worker, replace(known, generation=8))
+    assert context.status.stepping_generation == 7
+    workers.on_message(worker, Entered(generation=8, step=3))
+    workers.on_message(worker, replace(known, generation=8))
+    assert context.status.stepping_generation == 8
 
 
 def test_a_node_whose_worker_cannot_be_ended_is_out_of_every_world_until_it_has() -> None:
