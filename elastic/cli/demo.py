@@ -857,7 +857,7 @@ def node_environment(name: str, folder: Path) -> dict[str, str]:
 _NEXT = """
 next
   elastic tutorial FOLDER      port an ordinary DDP script, and kill its workers
-  elastic run --nodes-local 3 --embedded-etcd --nnodes 2:3 YOUR_SCRIPT.py
+  elastic run --nodes-local 3 --embedded-etcd --nnodes 2:3 SCRIPT
   elastic status, dashboard    of a running job: the endpoint and run id are in its first lines"""
 
 

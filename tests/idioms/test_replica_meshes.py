@@ -225,13 +225,12 @@ def test_partial_gradients_of_sequence_parallelism_are_not_taken_for_different_o
 
 def test_ranks_that_split_a_sample_along_tp_are_detected(of_kind: OfKind) -> None:
     ended = [w for w in of_kind("tensor").workers if w.exit_code is not None]
-    assert ended
+    text = "rank 1 has different weights from rank 0 in model (parameter 0, '0.weight')"
+    assert any(text in worker.error for worker in ended)
     for worker in ended:
         assert worker.exit_code == 1
-        assert (
-            "rank 1 has different weights from rank 0 in model (parameter 0, '0.weight')"
-            in worker.error
-        )
+        # All ranks compare, and the first to raise ends: its peers may see that before the result.
+        assert text in worker.error or worker.error.startswith("ReplicaLost: ")
 
 
 def test_a_module_with_unreduced_gradients_is_rejected(of_kind: OfKind) -> None:
