@@ -403,16 +403,20 @@ class FailureAccounting:
         self._verdict = first, verdict
         if verdict.action is Action.EXCLUDE_NODE:
             self.flaps.quarantine(first.node_id, now)
-            self._quarantine_reasons = {
-                **{n: why for n, why in self._quarantine_reasons.items() if n in self.flaps},
-                first.node_id: str(verdict)[:_VERDICT_CHARS],
-            }
+            self._tell_why(first.node_id, str(verdict))
         if verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH:
             return budget.StopJob(
                 reason=f"the script failed on {first.node}, and would fail again: {verdict}",
                 exit_code=budget.exit_code_of((first.exit_code,)),
             )
         return None
+
+    def _tell_why(self, node_id: str, reason: str) -> None:
+        """Record why a node is quarantined."""
+        self._quarantine_reasons = {
+            **{n: why for n, why in self._quarantine_reasons.items() if n in self.flaps},
+            node_id: reason[:_VERDICT_CHARS],
+        }
 
     def _has_joined(self, failed: Failed, breakage: budget.Breakage) -> bool:
         """Whether the node joined the running job with the broken world, which made no progress
@@ -491,6 +495,8 @@ class FailureAccounting:
             if members.pending or by_itself:
                 # A dead agent returns with another id, under the same name.
                 self.flaps.quarantine(node_id if node_id in out else names[node_id], now)
+                if by_itself and failure is not None:
+                    self._tell_why(node_id, budget.error_line(remembered(failure)))
 
     def _count_builds(self, broken: Broken, now: float) -> None:
         members = broken.members

@@ -68,6 +68,15 @@ def test_a_joining_node_that_fails_by_itself_is_quarantined() -> None:
     assert accounting.flaps.quarantined(NOW + 30.0) == {}
 
 
+def test_a_joining_node_is_told_why_it_is_quarantined_in_its_second_world() -> None:
+    """Under load, the others may report that they lost it before its own failure is known."""
+    accounting = joined_s_ago(10.0)
+    accounting.count(
+        broken(view(NINE, runs("n1", NINE), runs("n2", NINE), out("n3", NINE, 2))), None, NOW
+    )
+    assert list(accounting.quarantine_reasons) == ["id-n3"]
+
+
 @pytest.mark.parametrize(("code", "seconds"), [(-9, 10.0), (-15, 10.0), (1, 70.0)])
 def test_a_node_killed_or_failed_later_is_not_quarantined(code: int, seconds: float) -> None:
     accounting = joined_s_ago(seconds)
