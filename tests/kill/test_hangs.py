@@ -175,7 +175,8 @@ def test_mismatched_collectives_are_aborted_and_the_world_is_reformed(
     assert (verdict["kind"], verdict["action"]) == ("mismatch", "abort-and-reform")
     assert is_within(pause_s, HUNG_S)
     # The findings of torch's flight recorder, once it covers the other nodes' ranks.
-    called = ("all_reduce", "barrier") if kind == "skip" else ("barrier", "all_reduce")
+    # all_reduce of gradients, or all_gather after a step whose state is compared (powers of two).
+    called = ("all_", "barrier") if kind == "skip" else ("barrier", "all_")
     culprit_called = f"rank {verdict['ranks'][0]} called {called[0]}"
     report = wait_reported(job, verdict, "differs", culprit_called, f"called {called[1]}")
     differs = [line for line in report.splitlines() if culprit_called in line]
