@@ -118,11 +118,11 @@ class Scanner:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._at = 0
+        self._offset = 0
 
     def value(self) -> Any:
         """The next value, with all that is in it."""
-        value, self._at = _DECODER.raw_decode(self._text, self._begin())
+        value, self._offset = _DECODER.raw_decode(self._text, self._begin())
         return value
 
     def object(self, readers: Mapping[str, Callable[[Scanner], Any]]) -> dict[str, Any]:
@@ -138,8 +138,8 @@ class Scanner:
                 raise ValueError("duplicate key in an object, or one that is no string")
             known.add(key)
             if not self.begins(":"):
-                raise ValueError(f"expected ':' at character {self._at}")
-            self._at += 1
+                raise ValueError(f"expected ':' at character {self._offset}")
+            self._offset += 1
             yield key
 
     def each_item(self) -> Iterator[None]:
@@ -153,29 +153,29 @@ class Scanner:
     def end(self) -> None:
         """Raise ValueError if anything follows."""
         if self._begin() != len(self._text):
-            raise ValueError(f"more text at character {self._at}")
+            raise ValueError(f"more text at character {self._offset}")
 
     def _items(self, opening: str, closing: str) -> Iterator[None]:
         mark = opening
         while True:
             if not self.begins(mark):
-                raise ValueError(f"expected {mark!r} at character {self._at}")
-            self._at += 1
+                raise ValueError(f"expected {mark!r} at character {self._offset}")
+            self._offset += 1
             if mark == opening and self.begins(closing):
                 break
             yield
             if self.begins(closing):
                 break
             mark = ","
-        self._at += 1
+        self._offset += 1
 
     def _begin(self) -> int:
         """Skip whitespace."""
-        if self._text[self._at : self._at + 1].isspace():
-            space = _SPACE.match(self._text, self._at)
+        if self._text[self._offset : self._offset + 1].isspace():
+            space = _SPACE.match(self._text, self._offset)
             assert space is not None  # it may be empty
-            self._at = space.end()
-        return self._at
+            self._offset = space.end()
+        return self._offset
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

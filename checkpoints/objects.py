@@ -156,11 +156,11 @@ class FsspecObjects:
     def list(self, prefix: str) -> dict[str, ObjectInfo]:
         try:
             with self._request():
-                found = self._fs.ls(self._key(prefix), detail=True)
+                listed = self._fs.ls(self._key(prefix), detail=True)
         except FileNotFoundError:
             return {}
         entries = {}
-        for info in found:
+        for info in listed:
             name = info["name"].rstrip("/").rpartition("/")[2]
             # Some drivers list a prefix inside itself.
             if info["name"].rstrip("/") != self._key(prefix):
@@ -366,15 +366,15 @@ class FolderObjects:
         self._renames_files = True
 
     def list(self, prefix: str) -> dict[str, ObjectInfo]:
-        found = {}
+        listed = {}
         try:
             with os.scandir(self._root / prefix) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):  # removed in the meantime
-                        found[entry.name] = _file_info(entry.stat(follow_symlinks=False))
+                        listed[entry.name] = _file_info(entry.stat(follow_symlinks=False))
         except ABSENT:
             return {}
-        return found
+        return listed
 
     def stat(self, key: str) -> ObjectInfo:
         info = _file_info(os.stat(self._root / key, follow_symlinks=False))

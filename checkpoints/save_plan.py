@@ -221,10 +221,10 @@ class _Leaves:
         items: list[Any] = [state]
         for _ in range(MAX_DEPTH + 2):
             kinds = list(map(type, items))
-            found = frozenset(kinds)
-            of_dicts = {kind for kind in found - _PLAIN if issubclass(kind, Mapping)}
-            of_lists = {kind for kind in found - _PLAIN if issubclass(kind, (list, tuple))}
-            if found - _PLAIN - _VALUES - of_dicts - of_lists:
+            known = frozenset(kinds)
+            of_dicts = {kind for kind in known - _PLAIN if issubclass(kind, Mapping)}
+            of_lists = {kind for kind in known - _PLAIN if issubclass(kind, (list, tuple))}
+            if known - _PLAIN - _VALUES - of_dicts - of_lists:
                 return None
             dicts, lists = _those_of(of_dicts, items, kinds), _those_of(of_lists, items, kinds)
             keys = list(chain.from_iterable(dicts))

@@ -37,11 +37,11 @@ def own_address(
         return _towards(endpoint) or _of_this_host()
     if _is_address(configured):
         return configured
-    found = _resolve(configured, within_s, clock)
-    reachable = [address for address in found if not ipaddress.ip_address(address).is_loopback]
+    resolved = _resolve(configured, within_s, clock)
+    reachable = [address for address in resolved if not ipaddress.ip_address(address).is_loopback]
     if reachable or configured == "localhost":
-        return (reachable or found)[0]
-    return _towards(endpoint) or found[0]
+        return (reachable or resolved)[0]
+    return _towards(endpoint) or resolved[0]
 
 
 def is_loopback(host: str) -> bool:

@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    found = checkpoints.list_checkpoints(args.folder)
-    if not found and args.output != "json":
+    infos = checkpoints.list_checkpoints(args.folder)
+    if not infos and args.output != "json":
         print(f"elastic: there is no checkpoint in {printable(args.folder)}", file=sys.stderr)
         return 0
     table = _table("name", "step", "generation", "age", "size", "world", "tensors")
-    for info in found:
+    for info in infos:
         table.add_row(
             info.name,
             str(info.step),
@@ -58,7 +58,7 @@ def _ls(args: argparse.Namespace) -> int:
             str(info.world_size),
             str(info.tensor_count),
         )
-    return _say(args, [asdict(info) for info in found], table)
+    return _say(args, [asdict(info) for info in infos], table)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -109,11 +109,11 @@ def _diff(args: argparse.Namespace) -> int:
     manifests = [read_manifest(storage_for(args.folder), name) for name in (args.old, args.new)]
     total = sum(t.spec.size_bytes for m in manifests for t in m.tensors.values())
     with _progress("comparing", total) as advance:
-        found = checkpoints.compare(args.folder, args.old, args.new, progress=advance)
+        differences = checkpoints.compare(args.folder, args.old, args.new, progress=advance)
     table = _table("tensor", "difference")
-    for difference in found:
+    for difference in differences:
         table.add_row(printable(difference.tensor), printable(difference.what))
-    rows = [{"tensor": d.tensor, "difference": d.what} for d in found]
+    rows = [{"tensor": d.tensor, "difference": d.what} for d in differences]
     return _say(args, rows, table if rows else "no tensor differs")
 
 
@@ -179,10 +179,10 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def _newest(folder: str) -> str:
-    found = checkpoints.list_checkpoints(folder)
-    if not found:
+    infos = checkpoints.list_checkpoints(folder)
+    if not infos:
         raise checkpoints.CheckpointNotFound(f"there is no checkpoint in {folder}")
-    return found[0].name
+    return infos[0].name
 
 
 def _table(*columns: str) -> Table:

@@ -139,18 +139,18 @@ def examine(plan: ExaminationPlan, say: Say) -> Report:
     first = config.endpoints[0] if config else None
     probes = _start_probes(plan, (first.host, first.port) if first else ("", 0))
     say("checking this machine")
-    found = checks.of_certificates(checks.own_certificates(plan.options))
+    findings = checks.of_certificates(checks.own_certificates(plan.options))
     if config is None:
-        found.append(skipped("etcd", "no --rdzv-endpoint"))
+        findings.append(skipped("etcd", "no --rdzv-endpoint"))
     else:
         say(f"checking etcd at {plan.endpoint}")
         facts = checks.inspect(config, keys.root)
-        found = checks.of_etcd(facts) + found
+        findings = checks.of_etcd(facts) + findings
         if not facts.reachable:
             config = None  # etcd cannot be used further
     results = {name: probe.result() for name, probe in probes.items()}
-    found += _of_machine(plan, results)
-    own = Report(findings=tuple(found), nodes=(plan.name,))
+    findings += _of_machine(plan, results)
+    own = Report(findings=tuple(findings), nodes=(plan.name,))
     if plan.nnodes == 1 and (plan.only_local or plan.nproc == 1):
         return own if plan.only_local else _with(own, skipped(_NO_GROUP, _ONE_RANK))
     if plan.nnodes > 1 and config is None:
@@ -190,7 +190,7 @@ def _start_probes(plan: ExaminationPlan, endpoint: tuple[str, int]) -> dict[str,
 
 
 def _of_machine(plan: ExaminationPlan, results: Mapping[str, Any]) -> list[Finding]:
-    found = [
+    findings = [
         *checks.of_network(results["network"]),
         *checks.of_link_speeds(results["network"], read_network()),
         checks.of_shm(results["shm"]),
@@ -199,8 +199,8 @@ def _of_machine(plan: ExaminationPlan, results: Mapping[str, Any]) -> list[Findi
         checks.of_versions(results["versions"]),
     ]
     if plan.folder:
-        return [*found, *checks.of_folder(plan.folder, results["folder"])]
-    return [*found, skipped("checkpoint folder", "no --checkpoints")]
+        return [*findings, *checks.of_folder(plan.folder, results["folder"])]
+    return [*findings, skipped("checkpoint folder", "no --checkpoints")]
 
 
 def _write_given(

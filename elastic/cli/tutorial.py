@@ -10,7 +10,7 @@ from pathlib import Path
 from elastic.cli.arguments import CommandParser
 from elastic.errors import ConfigError
 
-# Copies of examples/migrate/ddp_tutorial, which a wheel does not have.
+# A link to examples/migrate/ddp_tutorial, which a wheel contains as files.
 SCRIPTS = Path(__file__).parent / "scripts" / "tutorial"
 
 NEXT = """\

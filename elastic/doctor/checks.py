@@ -329,9 +329,9 @@ def gpu() -> GpuFacts:
 def names(*wanted: str) -> NameFacts:
     """Look up the other nodes' host names, all of them at once."""
     with ThreadPoolExecutor(max(len(wanted), 1)) as pool:
-        found = list(pool.map(_addresses_of, wanted))
+        looked_up = list(pool.map(_addresses_of, wanted))
     return NameFacts(
-        unresolved=tuple(n for n, addresses in zip(wanted, found, strict=True) if not addresses)
+        unresolved=tuple(n for n, addresses in zip(wanted, looked_up, strict=True) if not addresses)
     )
 
 

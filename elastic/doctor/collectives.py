@@ -102,12 +102,12 @@ def everyone(value: Any) -> list[Any]:
 # The operations: each returns a description of the error in its result, or "".
 
 
-def wrong(found: torch.Tensor, expected: float) -> str:
+def wrong(findings: torch.Tensor, expected: float) -> str:
     """A description of the error in a result, or ""."""
-    if bool((found == float(expected)).all()):
+    if bool((findings == float(expected)).all()):
         return ""
-    off = found[found != float(expected)]
-    return f"{off.numel()} of {found.numel()} elements are wrong: {off[0]:g}, not {expected:g}"
+    off = findings[findings != float(expected)]
+    return f"{off.numel()} of {findings.numel()} elements are wrong: {off[0]:g}, not {expected:g}"
 
 
 def first_wrong(*sentences: str) -> str:
@@ -168,9 +168,9 @@ def all_reduce(me: Rank) -> str:
 
 
 def all_gather(me: Rank) -> str:
-    found = [me.tensor(-1) for _ in range(me.size)]
-    dist.all_gather(found, me.tensor(me.rank))
-    return first_wrong(*(wrong(tensor, rank) for rank, tensor in enumerate(found)))
+    gathered = [me.tensor(-1) for _ in range(me.size)]
+    dist.all_gather(gathered, me.tensor(me.rank))
+    return first_wrong(*(wrong(tensor, rank) for rank, tensor in enumerate(gathered)))
 
 
 def reduce_scatter(me: Rank) -> str:
@@ -187,9 +187,9 @@ def scatter(me: Rank) -> str:
 
 
 def gather(me: Rank) -> str:
-    found = [me.tensor(-1) for _ in range(me.size)] if me.rank == 0 else None
-    dist.gather(me.tensor(me.rank), found, dst=0)
-    return first_wrong(*(wrong(tensor, rank) for rank, tensor in enumerate(found or [])))
+    gathered = [me.tensor(-1) for _ in range(me.size)] if me.rank == 0 else None
+    dist.gather(me.tensor(me.rank), gathered, dst=0)
+    return first_wrong(*(wrong(tensor, rank) for rank, tensor in enumerate(gathered or [])))
 
 
 def all_to_all(me: Rank) -> str:
@@ -504,18 +504,18 @@ def builds(me: Rank) -> list[Finding]:
     """Versions that are to be equal on all nodes, and whether torch sees their GPUs."""
     own = {**me.given["facts"], **_build(), "gpu_errors": _gpu_errors() if me.is_first else []}
     of_nodes = me.by_node(own)
-    found = []
+    findings = []
     for number, name in enumerate(me.names):
         node = name if len(me.names) > 1 else ""
-        found += [replace(one, node=node) for one in gpu_findings(of_nodes[number])]
+        findings += [replace(one, node=node) for one in gpu_findings(of_nodes[number])]
     if len(of_nodes) == 1:
-        return found
+        return findings
     for what in ("python", "torch", "CUDA", "NCCL", "torch-elastic-harness", "GPU driver", "MTU"):
         values = {me.names[n]: str(node[what]) for n, node in of_nodes.items()}
         remedy = "use one image and one configuration on all nodes"
         fatal = what not in ("python", "GPU driver", "MTU")
-        found.append(checks.equal_over_nodes(f"equal {what}", values, remedy, fatal=fatal))
-    return found
+        findings.append(checks.equal_over_nodes(f"equal {what}", values, remedy, fatal=fatal))
+    return findings
 
 
 def _build() -> dict[str, Any]:
@@ -531,7 +531,7 @@ def _build() -> dict[str, Any]:
 
 def _gpu_errors() -> list[str]:
     """Errors of this node's devices, tested with a small matrix product on each."""
-    found = []
+    findings = []
     for device in range(torch.cuda.device_count()):
         try:
             ones = torch.ones(_GPU_SIDE, _GPU_SIDE, device=f"cuda:{device}")
@@ -539,8 +539,8 @@ def _gpu_errors() -> list[str]:
         except Exception as error:  # noqa: BLE001 (reported)
             is_wrong = one_line(error)
         if is_wrong:
-            found.append(f"GPU {device}: {is_wrong}")
-    return found
+            findings.append(f"GPU {device}: {is_wrong}")
+    return findings
 
 
 def gpu_findings(build: Mapping[str, Any]) -> list[Finding]:
@@ -586,15 +586,15 @@ def reachability(me: Rank) -> list[Finding]:
             names = checks.of_names(host_names, lookup.result())
             values = {"attempts": [asdict(one) for one in attempts], "names": asdict(names)}
         answers = me.by_node(values)  # all nodes listen until then
-    found = [
+    findings = [
         checks.unbound(me.names[n], error)
         for n, bound in served.items()
         for error in bound["errors"]
     ]
-    found += [finding(value["names"], me.names[n]) for n, value in answers.items()]
+    findings += [finding(value["names"], me.names[n]) for n, value in answers.items()]
     attempts_of = {n: value["attempts"] for n, value in answers.items()}
     return [
-        *found,
+        *findings,
         *network.clock_findings(me.names, attempts_of),
         *network.pair_findings(me.names, attempts_of),
     ]
@@ -609,8 +609,8 @@ def bandwidth(me: Rank) -> list[Finding]:
 
 def finding(values: Mapping[str, Any], node: str | None = None) -> Finding:
     """A finding that has been JSON."""
-    found = Finding(**{**values, "status": Status(values["status"])})
-    return found if node is None else replace(found, node=node)
+    findings = Finding(**{**values, "status": Status(values["status"])})
+    return findings if node is None else replace(findings, node=node)
 
 
 def one_line(error: Exception) -> str:
@@ -625,21 +625,21 @@ def one_line(error: Exception) -> str:
 
 def all_checks(me: Rank) -> dict[str, Check]:
     """All checks of this world, by name. The same in each world with these nodes."""
-    found: dict[str, Check] = {"versions": builds}
+    findings: dict[str, Check] = {"versions": builds}
     if len(me.nodes) > 1:
-        found |= {"TCP between nodes": reachability, network.NAME: bandwidth}
+        findings |= {"TCP between nodes": reachability, network.NAME: bandwidth}
     if any(node["only_local"] for node in me.nodes):
-        return found
-    found |= {f"gloo init {s}": initialisation(s) for s in ("env://", "tcp://", "file://")}
+        return findings
+    findings |= {f"gloo init {s}": initialisation(s) for s in ("env://", "tcp://", "file://")}
     for label, device in {
         "gloo": "cpu",
         **({"nccl": me.device} if me.device != "cpu" else {}),
     }.items():
-        found |= {
+        findings |= {
             f"{label} {n}": operation(f"{label} {n}", of, device) for n, of in OPERATIONS.items()
         }
-        found |= {f"{label} speed 0-{p}": speed(label, p, device) for p in range(1, me.size)}
-    return found | {"memory": memory}
+        findings |= {f"{label} speed 0-{p}": speed(label, p, device) for p in range(1, me.size)}
+    return findings | {"memory": memory}
 
 
 def meet(given: Mapping[str, Any], device: torch.device, local_rank: int) -> Rank:
@@ -727,8 +727,8 @@ def _report(
     return {"nodes": me.names, "findings": findings, "speeds": list(state["speeds"])}
 
 
-def _plain(found: Finding) -> dict[str, Any]:
-    return {**asdict(found), "status": found.status.value}
+def _plain(findings: Finding) -> dict[str, Any]:
+    return {**asdict(findings), "status": findings.status.value}
 
 
 def main(argv: Sequence[str]) -> None:

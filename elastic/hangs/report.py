@@ -155,13 +155,13 @@ def _remove_oldest(paths: Iterable[Path]) -> None:
 def _remove_oldest_folders(base: Path) -> None:
     """Keep the newest of this user: an agent that fails once has one, and may start any number of
     times."""
-    found = []
+    lines = []
     for path in base.glob(f"{_TEMPORARY}*"):
         with contextlib.suppress(FileNotFoundError):  # another agent has removed it
             status = path.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                found.append((status.st_mtime, path))
-    for _, path in sorted(found, reverse=True)[_KEPT_FOLDERS:]:
+                lines.append((status.st_mtime, path))
+    for _, path in sorted(lines, reverse=True)[_KEPT_FOLDERS:]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -183,7 +183,7 @@ def check_folder(folder: str | None) -> None:
 
 def as_json(report: HangReport) -> str:
     """The report as JSON. ``where``: by culprit, if its stack is known."""
-    where = {rank: found for rank in report.verdict.culprits if (found := report.where(rank)[0])}
+    where = {rank: lines for rank in report.verdict.culprits if (lines := report.where(rank)[0])}
     return json.dumps({**dataclasses.asdict(report), "where": where}, indent=1, default=str)
 
 

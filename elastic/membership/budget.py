@@ -34,7 +34,7 @@ IN_A_ROW = 3
 class FailedBuilds:
     """Counts failed builds in a row, for each node that was missing from all of them, and for each
     two nodes of which one missed the other: which of the two reports depends on which of them opens
-    the connection, in each build anew."""
+    the connection, which may differ in each build."""
 
     def __init__(self) -> None:
         self._streaks: dict[frozenset[str], int] = {}

@@ -1057,7 +1057,7 @@ def _is_used(name: str, loop: ast.AST, update: ast.stmt) -> bool:
 #
 # ``completed_steps = 0`` before the loop, ``completed_steps += 1`` in it, and ``if completed_steps
 # >= max_train_steps: break``: in the next world run.retry calls its function again, the loop
-# resumes, but the count begins anew, and the job trains too long. The same applies to a sequence
+# resumes, but the count restarts, and the job trains too long. The same applies to a sequence
 # length that grows with the count. It is read from the source, because most locals of a loop change
 # in each step, and it is not refused, because the loop may end before.
 # Counts that are only printed, or that select the batches of an accumulation, cause no warning.

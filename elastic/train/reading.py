@@ -190,7 +190,7 @@ def _frames_of_progress_bars(frame: FrameType | None) -> list[Any]:
 
 
 # ----------------------------------------------------------------------------
-# Refuses learning rates that depend on a count which begins anew when a pass resumes.
+# Refuses learning rates that depend on a count which restarts when a pass resumes.
 #
 # ``enumerate(loader)`` counts from 0 even if the pass begins in the middle of an epoch, after a
 # death or from a checkpoint. Counts that are printed do no harm. A learning rate computed from

@@ -831,7 +831,7 @@ class CopyCosts:
         self._copy_s = min(took_s, self._copy_s or took_s)
 
     def step_ended(self, now_s: float) -> None:
-        """Record the end of a step; decides anew whether copies are affordable at the third step,
+        """Record the end of a step; decides again whether copies are affordable at the third step,
         and at each power of two."""
         self.steps += 1
         if self._last_end_s is not None:

@@ -430,8 +430,8 @@ class WeightedSamples:
 
         def at(positions: Int64s) -> Int64s:
             # side="right": a weight of 0 adds nothing to the cumulative sums, so it is never drawn.
-            found = np.searchsorted(sums, _uniform(positions, key) * sums[-1], side="right")
-            drawn: Int64s = np.minimum(found, last).astype(np.int64)
+            chosen = np.searchsorted(sums, _uniform(positions, key) * sums[-1], side="right")
+            drawn: Int64s = np.minimum(chosen, last).astype(np.int64)
             return drawn
 
         return Order(at)

@@ -150,8 +150,8 @@ def sharded_over(parameter: Any, mesh: ReplicaMesh) -> frozenset[str]:
     if not is_dtensor(parameter):
         return stages
     along = zip(parameter.placements, ranks_along(parameter.device_mesh), strict=True)
-    found = [mesh.dims_along(ranks) for placement, ranks in along if not placement.is_replicate()]
-    return stages.union(*(dims for dims in found if dims is not None))
+    spanned = [mesh.dims_along(ranks) for placement, ranks in along if not placement.is_replicate()]
+    return stages.union(*(dims for dims in spanned if dims is not None))
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -195,8 +195,8 @@ def _sharded_part(module: nn.Module) -> str:
         if kind := _wrapper_of(part):
             return f"{repr(name) if name else f'the {type(part).__name__}'} is {kind}"
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if found := _description(tensor):
-            return f"{name!r} is {found}"
+        if described := _description(tensor):
+            return f"{name!r} is {described}"
     # A part without parameters of its own: those to shard are added, or materialised, later.
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
         for name, part in module.named_modules():

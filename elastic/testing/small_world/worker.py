@@ -216,7 +216,7 @@ class _Events:
         self._death = death if death and death.counted == LINES else None
         self._last_call = death.event if death and death.counted == CALLS else 0
         self._world = death.world if death is not None else 1
-        self._at = (script, 0)  # the current line of the script
+        self._place = (script, 0)  # the current line of the script
         self._before_death = 0  # events at lines
         self.executions: Counter[tuple[str, int]] = Counter()  # by file and line
         self.calls = 0
@@ -227,7 +227,7 @@ class _Events:
             if not self._death and self._counts():
                 self.calls += 1
                 if self.calls == self._last_call:
-                    self._die(f"line {self._at[1]}, in {frame.f_code.co_name}")
+                    self._die(f"line {self._place[1]}, in {frame.f_code.co_name}")
             if self._recording is not None:
                 self._recording.note_call(frame)
             elif frame.f_code.co_filename != self._script:
@@ -247,9 +247,9 @@ class _Events:
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and not self._is_in_data_worker:
-            self._at = file, line = frame.f_code.co_filename, frame.f_lineno
+            self._place = file, line = frame.f_code.co_filename, frame.f_lineno
             if self._counts():
-                self.executions[self._at] += 1
+                self.executions[self._place] += 1
                 death = self._death
                 if death and death.line in (0, line) and (death.file or self._script) == file:
                     self._before_death += 1
@@ -270,7 +270,7 @@ class _Events:
 
     def _die(self, where: str) -> None:
         sys.settrace(None)
-        file, number = self._at
+        file, number = self._place
         line = Path(file).read_text().splitlines()[number - 1].strip()
         parts = _components_of_script()
         step = parts.session.job.progress.step if parts is not None else 0

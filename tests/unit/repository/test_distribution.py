@@ -82,7 +82,9 @@ def test_the_source_distribution_has_every_file(source: Path, unpacked: Path) ->
         for name in files_of(source / "deploy")
         if name.endswith((".yaml", ".json", ".env"))
     }, "a link in the source"
-    assert added - manifests <= {"PKG-INFO", "setup.cfg"}
+    tutorial = {f"elastic/cli/scripts/tutorial/{name}" for name in ("before.py", "after.py")}
+    assert tutorial <= added, "a link, too"
+    assert added - manifests - tutorial <= {"PKG-INFO", "setup.cfg"}
     script = unpacked / "elastic" / "cli" / "scripts" / "digits.py"
     assert "elastic.join" in script.read_text()
 
@@ -98,4 +100,5 @@ def test_the_wheel_has_only_the_packages_with_their_data(unpacked: Path, tmp_pat
     }
     assert names == expected | {"torch_elastic_harness.py"}
     assert {"elastic", "checkpoints"} <= set(PACKAGES)
-    assert "elastic/cli/scripts/digits.py" in names
+    scripts = ("digits.py", "tutorial/before.py", "tutorial/after.py")
+    assert {f"elastic/cli/scripts/{name}" for name in scripts} <= names
