@@ -159,7 +159,7 @@ class Broken:
 
 
 class FailureAccounting:
-    """Is counted with every broken world; records which nodes are quarantined."""
+    """Counts every broken world, and records which nodes are quarantined."""
 
     def __init__(self, options: AgentOptions) -> None:
         self._quarantine_s = options.quarantine_s
@@ -445,7 +445,7 @@ class FailureAccounting:
         return tuple(first.values())
 
     def _is_late(self, failed: Failed) -> bool:
-        """Whether a node failed in a world that has been counted for another node's failure: all
+        """Whether a node failed in a world that was counted for another node's failure: all
         nodes may fail in the same way, and are observed one after the other."""
         return any(
             b.generation == failed.generation and b.counts and bool(b.failures)

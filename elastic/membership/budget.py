@@ -84,14 +84,14 @@ def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> t
     that cannot reach each other), only the most junior one is at fault, so that the others can
     continue.
     """
-    reporters = Counter(
+    missed_by = Counter(
         node
         for reporter, unreachable in reports.items()
         for node in set(unreachable)
         if node != reporter and node in members
     )
-    most = max(reporters.values(), default=0)
-    worst = [node for node in members if most and reporters[node] == most]
+    most = max(missed_by.values(), default=0)
+    worst = [node for node in members if most and missed_by[node] == most]
     silent = [node for node in worst if node not in reports]
     return tuple(silent or worst[-1:])
 
