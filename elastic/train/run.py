@@ -1065,6 +1065,9 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         variables are reset. Exceptions other than faults of the world propagate; from an inner
         retry, all exceptions propagate to the outer one. If the launcher cannot change worlds in
         process, the agent restarts it after a fault. Raises ConfigError if ``fn`` is no function.
+
+        Returns what ``fn`` returns. It is None on a rank that was interrupted in ``fn`` while the
+        others completed it, and on one that joined later: no step is left in which it could begin.
         """
         errors.function("run.retry", fn, hint="pass the function itself: run.retry(train)")
         self._parts.changes.call(fn, args, kwargs)

@@ -18,7 +18,7 @@ from idiom_runs import SIZE, IdiomRuns
 from elastic.testing.small_world.world import Death, RunOutcome, SmallWorld
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elastic
 from elastic.train.loop import Commits
 
-way, place = sys.argv[1:]
+way, place, mark = sys.argv[1:]
 STEPS = 6
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
@@ -44,9 +44,16 @@ finish = Commits.finish
 
 
 def die(at):
+    # Rank 1 dies, once rank 0 is as far: otherwise it may be interrupted in its own commit, and a
+    # call whose last step others have completed has no value.
     world = run.world
-    if place == at and world.rank == 1 and world.generation == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if place == at and world.generation == 1:
+        if world.rank == 0:
+            open(mark, "w").close()
+        while world.rank == 1:
+            if os.path.exists(mark):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.001)
 
 
 def finish_or_die(commits):
@@ -115,11 +122,12 @@ class EndRuns:
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
     def run(self, way: str, place: str, *, is_replaced: bool = False) -> RunOutcome:
+        folder = self.script.with_name(f"run-{next(self._number)}")
         return self.world.run(
             self.script,
-            self.script.with_name(f"run-{next(self._number)}"),
+            folder,
             size=SIZE,
-            arguments=[way, place],
+            arguments=[way, place, str(folder.with_suffix(".mark"))],
             death=Death(rank=1, event=NEVER) if place else None,
             is_replaced=is_replaced,
             limit_s=60.0,
