@@ -8,6 +8,9 @@ step
     one process; the medians.
 build, abort, destroy
     Of a group of one, eagerly initialised.
+stall, copy
+    Of a save of 4 GiB in 64 tensors: as long as it holds up training, and a plain copy of as many
+    bytes into pinned memory just before. The medians.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +27,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import checkpoints
 from elastic.groups.group import ProcessGroup
 from elastic.link.link import GroupSpec
 from elastic.testing.reaper import reap_descendants
@@ -31,6 +36,7 @@ from elastic.wire.handshake import SecretKey
 
 RESULTS = Path(__file__).parent / "results"
 TURNS, STEPS, GROUPS = 20, 50, 20
+SAVES, TENSORS, SAVED_BYTES = 7, 64, 4 << 30
 
 
 def main() -> None:
@@ -41,7 +47,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     group = ProcessGroup(device, "nccl")
     found = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__}
-    numbers = measure_groups(group) | measure_steps(group, device)
+    numbers = measure_groups(group) | measure_steps(group, device) | measure_saves(device)
     name = found["gpu"].lower().replace(" ", "-")
     path = RESULTS / f"gpu-{name}.json"
     path.write_text(json.dumps({**found, **numbers}, indent=2) + "\n")
@@ -90,6 +96,30 @@ def measure_steps(group: ProcessGroup, device: torch.device) -> dict[str, float]
     del plain, steppers
     group.destroy()
     return {name: statistics.median(values) for name, values in turns.items()}
+
+
+def measure_saves(device: torch.device) -> dict[str, float]:
+    state = {
+        f"t{i}": torch.randn(SAVED_BYTES // 4 // TENSORS, device=device) for i in range(TENSORS)
+    }
+    pinned = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in state.values()]
+
+    def copy() -> None:
+        for into, tensor in zip(pinned, state.values(), strict=True):
+            into.copy_(tensor, non_blocking=True)
+
+    took: dict[str, list[float]] = {"stall_ms": [], "copy_ms": []}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        engine = checkpoints.Engine(Path(folder), keep=checkpoints.LatestN(1))
+        engine.reserve(state, rank=0, world_size=1)
+        for step in range(1, SAVES + 1):
+            took["copy_ms"].append(timed(copy))
+            world = checkpoints.WriterGroup(nonce="bench", rank=0, size=1)
+            outcome = engine.save_async(state, step=step, world=world).wait()
+            assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
+            took["stall_ms"].append(outcome.stall_s * 1e3)
+        engine.close()
+    return {name: statistics.median(values) for name, values in took.items()}
 
 
 def stepper(model: nn.Module, inputs: torch.Tensor) -> Callable[[], None]:

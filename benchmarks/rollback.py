@@ -3,6 +3,7 @@
     python benchmarks/rollback.py                  as a table
     python benchmarks/rollback.py --json           one JSON object (measurement.py)
     python benchmarks/rollback.py --sizes 1 64     models of 1 and 64 MiB
+    python benchmarks/rollback.py --device cuda    of a state on a GPU
 
 One process trains a stack of linear layers with AdamW, whose state is three times the weights. The
 cases take turns, in an order at random:
@@ -39,16 +40,16 @@ LAYERS = 8
 BATCH = 64
 
 
-def measured(size_mib: int, times: int) -> list[Row]:
+def measured(size_mib: int, times: int, device: torch.device) -> list[Row]:
     """The rows of a model with ``size_mib`` MiB of weights."""
     width = int((size_mib * 2**20 / 4 / LAYERS) ** 0.5)
     torch.manual_seed(SEED)
-    module = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+    module = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))).to(device)
     job = JobState(seed=SEED)
     job.modules["model"] = ElasticDDP(module)
     optimizer = torch.optim.AdamW(module.parameters())
     job.track("optimizer", optimizer)
-    batch = torch.randn(BATCH, width)
+    batch = torch.randn(BATCH, width, device=device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -62,7 +63,7 @@ def measured(size_mib: int, times: int) -> list[Row]:
             rollback.take()
             rollback.committed()
     always = rollbacks[StepCopies.ALWAYS]
-    source = torch.randn(3 * sum(p.numel() for p in module.parameters()))
+    source = torch.randn(3 * sum(p.numel() for p in module.parameters()), device=device)
     target = torch.empty_like(source)
     cases: dict[str, Callable[[], object]] = {
         "boundary, never": rollbacks[StepCopies.NEVER].take,
@@ -76,6 +77,7 @@ def measured(size_mib: int, times: int) -> list[Row]:
         for name in random.sample(list(cases), len(cases)):
             began_s = time.perf_counter()
             cases[name]()
+            finish(device)
             samples[name].append((time.perf_counter() - began_s) * 1e3)
     subject = f"{size_mib} MiB"
     rows = [Row(name, subject, "ms", tuple(values)) for name, values in samples.items()]
@@ -83,14 +85,21 @@ def measured(size_mib: int, times: int) -> list[Row]:
     return [*rows, Row("boundary / step", subject, "ratio", tuple(c / s for c, s in copies))]
 
 
+def finish(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 64, 256], metavar="MiB")
     parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     random.seed(SEED)
-    rows = [row for size in args.sizes for row in measured(size, args.times)]
+    rows = [row for size in args.sizes for row in measured(size, args.times, args.device)]
     Report("rollback", SEED, tuple(rows)).show(as_json=args.json)
 
 

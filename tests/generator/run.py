@@ -5,6 +5,7 @@ python tests/generator/run.py --seed 17          # one, with its script and its 
 python tests/generator/run.py --seed 17 --shrink # to the fewest parts that fail alike
 python tests/generator/run.py --seeds 0:1000 --shrink
 python tests/generator/run.py --seed 17 --show   # only print the script
+PYTHONPATH=tests python tests/generator/run.py --prepare kit.shared_gpu:train_there   # on NCCL
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ def seeds_of(text: str) -> range:
 
 
 def verdicts(
-    scenarios: Sequence[Scenario], folder: Path, *, processes: int, is_shrunk: bool, limit_s: float
+    scenarios: Sequence[Scenario],
+    folder: Path,
+    *,
+    processes: int,
+    is_shrunk: bool,
+    limit_s: float,
+    prepare: str,
 ) -> Iterator[Verdict]:
     """Of each scenario, in their order; each process is a small world."""
     runners: SimpleQueue[Runner] = SimpleQueue()
-    worlds = [SmallWorld() for _ in range(processes)]
+    worlds = [SmallWorld(prepare=prepare) for _ in range(processes)]
     for world in worlds:
         runners.put(Runner(world, folder, limit_s))
 
@@ -95,6 +102,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--show", action="store_true", help="only print the script of the first")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=40.0, help="of a run, before it is a hang")
+    parser.add_argument(
+        "--prepare", default="", metavar="MODULE:FUNCTION", help="each worker calls it first"
+    )
     parser.add_argument("--folder", type=Path, help="for scripts and logs; default: temporary")
     given = parser.parse_args(arguments)
     if given.again:
@@ -110,18 +120,23 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     folder = given.folder or Path(tempfile.mkdtemp(prefix="generated-"))
     judged: list[Verdict] = []
-    for verdict in verdicts(
-        scenarios,
-        folder,
-        processes=min(given.processes, len(scenarios)),
-        is_shrunk=given.shrink,
-        limit_s=given.limit_s,
-    ):
-        judged.append(verdict)
-        if verdict.failed:
-            print(verdict.describe(), flush=True)
-        elif len(scenarios) == 1:
-            print(f"seed {verdict.scenario.seed}: as alone; died at {verdict.died_at or 'no line'}")
+    try:
+        for verdict in verdicts(
+            scenarios,
+            folder,
+            processes=min(given.processes, len(scenarios)),
+            is_shrunk=given.shrink,
+            limit_s=given.limit_s,
+            prepare=given.prepare,
+        ):
+            judged.append(verdict)
+            if verdict.failed:
+                print(verdict.describe(), flush=True)
+            elif len(scenarios) == 1:
+                died_at = verdict.died_at or "no line"
+                print(f"seed {verdict.scenario.seed}: as alone; died at {died_at}")
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(judged)} of {len(scenarios)}")
     deaths = sum(len(verdict.died_at.split("; ")) for verdict in judged if verdict.died_at)
     print(f"{deaths} deaths")
     print(table(judged, is_shrunk=given.shrink))

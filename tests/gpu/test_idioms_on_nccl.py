@@ -21,9 +21,18 @@ NOT_ON_NCCL = {"dlrm", "sparse_embedding"}  # sparse gradients need a special bu
 # Tensors are on the GPU by torch.set_default_device("cuda"), with which torch itself fails there.
 NOT_ON_A_GPU = {
     **dict.fromkeys(
-        ("begin_and_commit", "gradient_noise", "reinforce", "subset", "subset_sampler"),
+        (
+            "begin_and_commit",
+            "cross_validation",
+            "gradient_noise",
+            "grpo",
+            "reinforce",
+            "subset",
+            "subset_sampler",
+        ),
         "draws from a generator on the CPU",
     ),
+    "ctc": "packs sequences, whose lengths torch takes on the CPU only",
     **dict.fromkeys(("data_workers", "loader_options"), "forks workers that read a tensor"),
     "nanogpt_train": "reads batches from a file",
 }
