@@ -95,7 +95,10 @@ NAMES = (
     "torch.distributed.distributed_c10d._abort_process_group",
     "torch.distributed.distributed_c10d._get_default_group",
     "torch.distributed.distributed_c10d._get_default_store",
+    "torch.distributed.distributed_c10d._update_default_pg",
     "torch.distributed.distributed_c10d._world.group_count",
+    "torch.distributed.distributed_c10d._world.pg_group_ranks",
+    "torch.distributed.distributed_c10d._world.pg_map",
     "torch.distributed.distributed_c10d._world.pg_names",
     "torch.distributed.ProcessGroup._device_types",
     "torch.distributed.ProcessGroup._get_backend",
@@ -206,6 +209,23 @@ def set_group_timeout(timeout: datetime.timedelta) -> None:
 def default_group() -> dist.ProcessGroup:
     """The default group itself, for callers that keep it alive."""
     return distributed_c10d._get_default_group()
+
+
+# Collectives whose methods of torch's groups have private names.
+COLLECTIVES = ("_allgather_base", "_reduce_scatter_base", "_start_coalescing")
+
+
+def set_default_group(group: dist.ProcessGroup, backend: str) -> None:
+    """Make an object of a subclass of ``dist.ProcessGroup`` the default group, without a store.
+
+    ``init_process_group`` could do it with a registered backend; but this name would be what
+    ``get_backend()`` returns, and torch does not forget a registered backend.
+    """
+    world: Any = distributed_c10d._world
+    world.pg_map[group] = (backend, dist.HashStore())  # type: ignore[attr-defined]
+    world.pg_names[group] = ""
+    world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    distributed_c10d._update_default_pg(group)
 
 
 def forget_meshes() -> None:

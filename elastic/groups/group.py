@@ -24,9 +24,17 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from elastic import torch_private
-from elastic.errors import SYSTEM_CLOCK, ConfigError, ElasticError, GroupBuildFailed, Superseded
+from elastic.errors import (
+    SYSTEM_CLOCK,
+    ConfigError,
+    ElasticError,
+    GroupBuildFailed,
+    Superseded,
+    TrainingError,
+)
 from elastic.groups import pending
 from elastic.groups.collectives import broadcast_json
+from elastic.groups.deferred import DeferredGroup, destroy_process_group, init_process_group
 from elastic.groups.faults import is_world_fault, record
 from elastic.groups.pending import (
     PendingWorks,
@@ -736,6 +744,7 @@ class ProcessGroup:
         self._store: OpenStore | None = None
         self._covered: tuple[int, ...] = ()
         self._excepthook: pending.TorchExceptHook | None = None
+        self._deferred: DeferredGroup | None = None
         self._works = pending_works()
         # Shared with the thread that aborts:
         self._lock = threading.Lock()
@@ -748,7 +757,17 @@ class ProcessGroup:
     @property
     def is_foreign(self) -> bool:
         """Whether the script has created a group itself."""
-        return bool(dist.is_initialized()) and not self._owned
+        is_deferred = self._deferred is not None and self._deferred.is_pending
+        return bool(dist.is_initialized()) and not self._owned and not is_deferred
+
+    def defer(self, has_entered: Callable[[], bool]) -> None:
+        """Until the first world, let the script call ``init_process_group`` without an effect, and
+        read the rank and the size that it has in the largest world. Call it once.
+
+        ``has_entered``: see :class:`~elastic.groups.deferred.DeferredGroup`.
+        """
+        self._deferred = DeferredGroup(self.device, self._backend, lambda: self._owned, has_entered)
+        self._deferred.install()
 
     @property
     def is_aborted(self) -> bool:
@@ -820,6 +839,16 @@ class ProcessGroup:
             raise _build_failed(spec, error) from error
 
     def _begin(self, spec: GroupSpec, timeout_s: float) -> None:
+        self._end_deferral()
+        if self.is_foreign:
+            raise TrainingError(
+                f"the script has created a process group of {dist.get_world_size()} ranks "
+                f"({dist.get_backend()}) since elastic.join(): its store and torch's default group "
+                f"are in the way of generation {spec.generation}",
+                hint="call torch.distributed.init_process_group() itself after elastic.join(), "
+                "which defers it to the first world, or remove what creates the group. A group "
+                "that exists before elastic.join() is used, but the job then recovers by restarts",
+            )
         pending.release_waits()
         with self._lock:
             self._owned = True
@@ -886,7 +915,7 @@ class ProcessGroup:
         if self._is_on_stream:
             leave_errors_to_us(os.environ, is_in_process=self._footprint is not None)
         hook = pending.TorchExceptHook()
-        dist.init_process_group(
+        init_process_group(
             self._backend,
             store=store,
             rank=rank,
@@ -948,6 +977,7 @@ class ProcessGroup:
 
     def form(self) -> World:
         """Build the group that the environment describes, and agree on values that it lacks."""
+        self._end_deferral()
         world = world_from_environment()
         self._works = self._open_works()
         if dist.is_initialized():  # the script had created a group itself
@@ -977,6 +1007,12 @@ class ProcessGroup:
         self._take_down(is_for_next=is_for_next)
         if not is_for_next:
             pending.restore_waits()
+            if self._deferred is not None:
+                self._deferred.remove()
+
+    def _end_deferral(self) -> None:
+        if self._deferred is not None:
+            self._deferred.end()
 
     def _take_down(self, *, is_for_next: bool) -> None:
         with self._lock:
@@ -1020,9 +1056,9 @@ class ProcessGroup:
                 torch_private.abort_groups()
         elif self._is_on_stream and is_for_next:
             with self._limited("destroying", intervals.DESTROY_S):
-                dist.destroy_process_group()
+                destroy_process_group()
         else:
-            dist.destroy_process_group()
+            destroy_process_group()
         return is_drained
 
     @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from elastic.errors import ConfigError
 from elastic.wire.messages import (
-    CALL_JOIN,
+    NO_WORLD,
     WorldIdentity,
     identity_in,
     number_on_node,
@@ -346,7 +346,45 @@ def joins_running_job(env: Mapping[str, str] = os.environ) -> bool:
     >>> joins_running_job({"MASTER_PORT": "29500"})
     False
     """
-    return env.get("MASTER_PORT") == CALL_JOIN
+    world = identity_in(env)
+    return world is not None and world.generation == NO_WORLD.generation
+
+
+# MASTER_PORT of a worker that joins a running job, before its first world: frameworks parse it. A
+# group that is opened there without elastic finds nobody: no unprivileged program listens on it.
+_NO_PORT = 1
+
+
+def identity_before_worlds(env: Mapping[str, str] = os.environ) -> tuple[int, int, dict[str, str]]:
+    """The rank, the size and the environment of this worker before its first world: those in the
+    largest world.
+
+    A worker that joins a running job, or replaces a dead one, has the last ranks: frameworks let
+    rank 0 create folders and open logs.
+
+    >>> from elastic.wire.messages import identity_variable
+    >>> env = {"RANK": "0", "LOCAL_WORLD_SIZE": "2", "ELASTIC_MAX_NODES": "3"}
+    >>> rank, size, variables = identity_before_worlds({**env, **identity_variable(NO_WORLD)})
+    >>> rank, size, variables["GROUP_RANK"]
+    (4, 6, '2')
+    """
+    size, local_size = largest_world(env), _integer(env, "LOCAL_WORLD_SIZE", 1)
+    nodes = max(1, size // local_size)
+    rank, node = _integer(env, "RANK", 0), _integer(env, "GROUP_RANK", 0)
+    ports = {}
+    if joins_running_job(env):
+        node = nodes - 1
+        rank = node * local_size + number_on_node(env) or size - 1
+        ports = {"MASTER_PORT": str(_NO_PORT)}
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+    }
+    return rank, size, {name: str(value) for name, value in variables.items()} | ports
 
 
 def world_from_environment(env: Mapping[str, str] = os.environ) -> World:

@@ -16,8 +16,9 @@ from pathlib import Path
 from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.telemetry.log import get_logger
 
-# From the start of the workers to elastic.join(): imports, on a busy machine or from a cold cache.
-JOIN_EXPECTED_S = 30.0
+# From the start of the workers to elastic.join(): frameworks import for 15 to 30 s, and longer on a
+# busy machine or from a cold cache. Only a job that lasts longer can lose much by a restart.
+JOIN_EXPECTED_S = 120.0
 # File systems take their times from a clock with a resolution of a few milliseconds.
 FILE_TIMES_S = 0.1
 # How often the files read by a restarted script are checked.

@@ -544,9 +544,13 @@ class Bootstrap:
         self._progress = session.progress
         self._lifecycle = session.lifecycle
         self._inherited: dict[str, Any] | None = None  # state for objects registered again
+        # Whether the script has entered a world since the training function was called: also where
+        # this process was in it before, and a joining one enters it now.
+        self.has_entered = False
 
     def enter_world(self) -> World:
         """Enter a world, unless this process is in one."""
+        self.has_entered = True
         if not self._lifecycle.has_world:
             self._session.strategy.enter_world()
         return self._lifecycle.world
@@ -573,9 +577,11 @@ class Bootstrap:
         Raises ConfigError, before any change, if an object was sharded after its registration.
         """
         if self._lifecycle.is_restored:
+            self.has_entered = True
             return
         self._job.check_unsharded()
         if self._inherited is not None:
+            self.has_entered = True
             self._inherit(self._inherited)
             return
         if self._job.is_rebuilt and self._job.built is None:

@@ -24,7 +24,13 @@ from elastic.groups.faults import FailureHook, causes
 from elastic.groups.group import ProcessGroup, choose_device
 from elastic.groups.pending import refuse_stale_group, uses_stale_group
 from elastic.groups.replica import ModelReplica, mesh_of, process_group
-from elastic.groups.world import World, node_name, world_from_environment
+from elastic.groups.world import (
+    World,
+    is_launched,
+    largest_world,
+    node_name,
+    world_from_environment,
+)
 from elastic.hangs.page import phases
 from elastic.link.link import Heartbeat, ReplicaMet
 from elastic.telemetry.events import CheckpointSkipped, RunClosed
@@ -152,6 +158,7 @@ class Attempts:
     def begin(self, *, is_again: bool = False) -> None:
         """Called before the training function."""
         self.failure.begin_training()
+        self._bootstrap.has_entered = False
         self._session.callbacks.begin_attempt(is_again=is_again)
         self._session.listeners.begin_attempt(is_again=is_again)
         self._modes.begin_attempt(is_again=is_again)
@@ -931,6 +938,24 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         return self.world.rank == 0
 
     @property
+    def has_world(self) -> bool:
+        """Whether the first world has begun: :attr:`world` is known. Does not enter one."""
+        return self._parts.session.lifecycle.has_world
+
+    @property
+    def largest_world(self) -> int:
+        """The number of ranks of the largest world: the maximum number of nodes × the workers of
+        one. The same in all worlds, and known before the first; under a launcher without a maximum,
+        the current number."""
+        return largest_world()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and is not committed: between :meth:`begin`, or a batch of a
+        loader, and the commit."""
+        return self._parts.session.current.inside is not None
+
+    @property
     def mesh(self) -> DeviceMesh:
         """The replica's DeviceMesh. Raises ConfigError without ``join(mesh=…)``."""
         return self._parts.session.lifecycle.replica.device_mesh
@@ -1261,8 +1286,18 @@ def _join(
 ) -> Run:
     parts = start_components(policy, seed=seed, backend=backend, mesh=mesh)
     parts.session.progress.step_copies = step_copies
+    if _creates_groups(parts):
+        parts.session.group.defer(lambda: parts.bootstrap.has_entered)
     run = Run(parts)
     hook = parts.failure
     hook.install()
     atexit.register(lambda: run.close(clean=True, is_of_the_world=hook.is_of_the_world))
     return run
+
+
+def _creates_groups(parts: Components) -> bool:
+    """Whether torch's default group is that of a world, created here. Under a launcher that cannot
+    change worlds in process, the script may create it, and in a mesh it is the replica's."""
+    session = parts.session
+    is_in_process = session.worlds is not None or not is_launched()
+    return is_in_process and not session.lifecycle.replica.mesh and not session.group.is_foreign

@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import GroupBuildFailed, Superseded
+from elastic.groups import group as group_module
 from elastic.groups.faults import is_world_fault
 from elastic.groups.group import ProcessGroup
 from elastic.groups.store import WorldStore
@@ -623,7 +624,7 @@ def dies_in_build(me: Rank) -> Result:
             me.say("met")
             os.kill(os.getpid(), signal.SIGKILL)
 
-        dist.init_process_group = die
+        mock.patch.object(group_module, "init_process_group", die).start()
     elif victim != 0:
         me.abort_when("met", victim)
     error = failure_of(lambda: me.build(me.spec(1), timeout_s=10 * DEADLINE_S))

@@ -24,7 +24,12 @@ from elastic.train.shards import (
 )
 from elastic.train.state import JobState
 from elastic.train.transfer import Reconfiguration
-from elastic.wire.messages import CALL_JOIN
+from elastic.wire.messages import (
+    NO_WORLD,
+    WORLD_VARIABLE,
+    WorldIdentity,
+    identity_variable,
+)
 
 SIDE = 1024  # a matrix of 4 MiB
 assert SIDE * SIDE * 4 == IN_PLACE_BYTES
@@ -109,7 +114,8 @@ def test_the_reserve_is_resident_and_each_part_is_handed_out_once() -> None:
 def test_a_joining_rank_receives_into_its_reserve(
     monkeypatch: pytest.MonkeyPatch, joins: bool
 ) -> None:
-    monkeypatch.setenv("MASTER_PORT", CALL_JOIN if joins else "29500")
+    world = NO_WORLD if joins else WorldIdentity(generation=1, nonce="3f9c", lineage=())
+    monkeypatch.setenv(WORLD_VARIABLE, identity_variable(world)[WORLD_VARIABLE])
     job = JobState(seed=0)
     job.track("optimizer", optim.AdamW(weights()))
     progress = RankProgress(job, OptimizerWatch(lambda: None), CurrentStep())
