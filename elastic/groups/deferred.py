@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from elastic import torch_private
 from elastic.errors import ConfigError, TrainingError
+from elastic.groups.pending import have_ended
 from elastic.groups.world import identity_before_worlds, is_launched
 from elastic.telemetry.log import get_logger
 
@@ -30,10 +31,11 @@ _new_group = dist.new_group
 _barrier = dist.barrier
 
 _LATER = (
-    "call it in the function that run.retry calls, once the model is wrapped or in a loop, or in "
-    "run.on_world(function). Before that: run.mean() and run.state for values of all ranks, "
-    "run.node_first() to download once per node, run.on_main() for rank 0"
+    "call it in a loop of the function that run.retry calls, or in run.on_world(function). Before "
+    "that: `with run.node_first():` to prepare data once per node, run.on_main(function) for rank "
+    "0, and run.state for values that all ranks share"
 )
+_WRAP = "model = run.wrap(model) replaces DistributedDataParallel(model)"
 
 
 # ----------------------------------------------------------------------------
@@ -86,8 +88,10 @@ for _name in _collectives():
 
 
 def _refuse(call: str) -> NoReturn:
+    called = _called(call)
     raise TrainingError(
-        f"{_called(call)} before the first world: there are no other ranks yet", hint=_LATER
+        f"{called} before the first world: there are no other ranks yet",
+        hint=_WRAP if called.startswith("DistributedDataParallel") else _LATER,
     )
 
 
@@ -179,6 +183,8 @@ class DeferredGroup:
         Idempotent."""
         os.environ.update(self._of_agent)
         self._of_agent = {}
+        if self._placeholder is not None:
+            have_ended([self._placeholder], "before the first world")
         if self.is_pending:
             destroy_process_group()
         self._placeholder = None

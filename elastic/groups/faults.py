@@ -141,8 +141,8 @@ _NO_GROUP = "Default process group has not been initialized"
 # torch's error for init_process_group() under plain Python, after elastic.join().
 _NO_LAUNCHER = "Error initializing torch.distributed using env:// rendezvous"
 _NO_GROUP_YET = (
-    "elastic: run.retry or the first loop creates the process group; do not call "
-    "init_process_group before.\n"
+    "elastic: run.retry or the first loop creates the process group; init_process_group() may be "
+    "called after elastic.join(), not before.\n"
     "  run.wrap(model) replaces DistributedDataParallel(model);\n"
     "  DataLoader(dataset, shuffle=True) in run.loader(…) replaces DistributedSampler;\n"
     "  run.world.rank, run.world.size and run.is_main are the rank inside the training function\n"

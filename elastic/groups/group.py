@@ -842,12 +842,11 @@ class ProcessGroup:
         self._end_deferral()
         if self.is_foreign:
             raise TrainingError(
-                f"the script has created a process group of {dist.get_world_size()} ranks "
-                f"({dist.get_backend()}) since elastic.join(): its store and torch's default group "
-                f"are in the way of generation {spec.generation}",
-                hint="call torch.distributed.init_process_group() itself after elastic.join(), "
-                "which defers it to the first world, or remove what creates the group. A group "
-                "that exists before elastic.join() is used, but the job then recovers by restarts",
+                f"generation {spec.generation} cannot be built: the script has created a process "
+                f"group of {dist.get_world_size()} ranks ({dist.get_backend()}) since "
+                "elastic.join(), by a function that this library does not know",
+                hint="call torch.distributed.init_process_group(), which is deferred to the first "
+                "world after elastic.join(), or remove what creates the group",
             )
         pending.release_waits()
         with self._lock:
@@ -1040,7 +1039,7 @@ class ProcessGroup:
 
     def _dissolve(self, is_for_next: bool) -> bool:
         """Destroy the group, if there is one; False if it had to be leaked."""
-        have_ended(torch_private.groups(), self._where)
+        have_ended(torch_private.groups(), f"in {self._where}")
         is_gone = not dist.is_initialized() or self._destroy_group(is_for_next)
         pending.reset_group_count()
         return is_gone

@@ -642,7 +642,8 @@ _ended: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDicti
 
 
 def have_ended(groups: Iterable[dist.ProcessGroup], where: str) -> None:
-    """Note that the world of these groups has ended: ``where``, as in "generation 1 on rank 0"."""
+    """Note that the world of these groups has ended. ``where`` they were created: "in generation
+    1"."""
     for group in groups:
         _ended[group] = where
 
@@ -657,7 +658,7 @@ def refuse_stale_group(error: BaseException) -> None:
     collective of a group whose world has ended."""
     for group in _used(error):
         raise TrainingError(
-            f"{_line_of(error)} uses a process group of {group.size()} ranks that was created in "
+            f"{_line_of(error)} uses a process group of {group.size()} ranks that was created "
             f"{_ended[group]}: that world has ended",
             hint=_HINT,
         ) from error
@@ -734,6 +735,10 @@ def _line_of(error: BaseException) -> str:
 # pass; torch has hooks for the tensors of a pass, but none for its beginning and its end.
 # ``backward()`` calls this function of torch/autograd/__init__.py. Permanent, from the first
 # wrapped or built model on (:func:`elastic.torch_private.watch_backward`).
+#
+# ``init_process_group``, ``destroy_process_group``, ``new_group``, ``barrier``
+#     In all modules, from elastic.join() to the end of the last world: the group of a world is
+#     created here, after frameworks want it (:mod:`elastic.groups.deferred`).
 #
 # The environment of ProcessGroupNCCL is changed in :mod:`elastic.groups.group`.
 # Two permanent changes outside torch are made elsewhere: ``sys.excepthook`` reports the error that

@@ -429,14 +429,15 @@ class Restart:
         self._has_warned_of_foreign_group = False
 
     def warn_of_foreign_group(self) -> None:
-        """Warn once that the script created a process group before run.retry."""
+        """Warn once that the script created a process group before elastic.join()."""
         if not self._has_warned_of_foreign_group:
             self._has_warned_of_foreign_group = True
             get_logger().warning(
-                "torch.distributed.init_process_group() was called before run.retry(): in-process "
-                "recovery is off, and every change of the world restarts all workers from the last "
-                "checkpoint. Remove the call (and destroy_process_group): run.retry or the first "
-                "loop creates the process group, and elastic.join(backend=…) sets its backend."
+                "torch.distributed.init_process_group() was called before elastic.join(): "
+                "in-process recovery is off, and every change of the world restarts all workers "
+                "from the last checkpoint. Remove the call (and destroy_process_group), or call "
+                "elastic.join() first: run.retry or the first loop creates the process group, and "
+                "elastic.join(backend=…) sets its backend."
             )
 
     # -- worlds -------------------------------------------------------------------------------

@@ -107,8 +107,10 @@ def test_the_death_of_one_worker_of_three_loses_no_step(
 
 
 def test_in_process_only_the_dead_worker_is_replaced(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    """Also if the script calls init_process_group, as scripts for torchrun do."""
+    workload = Workload(**{**vars(WORKLOAD), "extra": ("--wiring=deferred",)})
     with TrainingJob(
-        [etcd.endpoint], tmp_path, script=SCRIPT, workload=WORKLOAD, nproc=3, max_nodes=1
+        [etcd.endpoint], tmp_path, script=SCRIPT, workload=workload, nproc=3, max_nodes=1
     ) as job:
         node = job.start_node()
         job.wait_step(5)
@@ -118,6 +120,10 @@ def test_in_process_only_the_dead_worker_is_replaced(etcd: EmbeddedEtcd, tmp_pat
             job.wait_progress()
         after = pids(job)
         assert after[2] == before[2] and after[1] != before[1] and after[0] != before[0]
+        assert [place_before_worlds(job, before[rank])[:2] for rank in (0, 1)] == [(0, 3), (1, 3)]
+        for replacement in (after[0], after[1]):
+            rank, size, port = place_before_worlds(job, replacement)
+            assert 0 < rank < size == 3 and port > 0, "rank 0 exists already"
 
         generation = job.generation()
         (tmp_path / "hold-start").touch()
@@ -160,6 +166,11 @@ def test_in_process_only_the_dead_worker_is_replaced(etcd: EmbeddedEtcd, tmp_pat
 def pids(job: TrainingJob) -> dict[int, int]:
     """The pids of the live workers, by local rank."""
     return {rank: process.pid for rank, process in job.running[0].workers().items()}
+
+
+def place_before_worlds(job: TrainingJob, pid: int) -> tuple[int, ...]:
+    """The rank, the size and the port that a worker has read before its first world."""
+    return tuple(map(int, (job.folder / f"rank-{pid}").read_text().split()))
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
-"""A training script with one of three wirings, under a launcher or as plain python.
+"""A training script with one of four wirings, under a launcher or as plain python.
 
-``--wiring``: ``retry`` (in-process where the launcher can), ``none`` (no ``run.retry``) or
-``foreign`` (``run.retry`` in a process group created by the script). While a file
+``--wiring``: ``retry`` (in-process where the launcher can), ``none`` (no ``run.retry``),
+``foreign`` (``run.retry`` in a process group created by the script) or ``deferred`` (the script
+calls ``init_process_group`` after ``elastic.join``, and writes its rank and the size there into
+``rank-PID``). While a file
 ``hold`` exists in the folder, every worker is held in the script's own code, in the middle of a
 step; with ``hold-start``, each starting worker is held before it joins; with ``fail-start``, one
 fails there; with ``disk-full``, no part of a checkpoint can be written.
@@ -31,7 +33,9 @@ from elastic.testing.pacing import pause_after_step
 def main() -> None:
     parser = job_parser()
     parser.add_argument("--memory-every", type=int, default=0)
-    parser.add_argument("--wiring", choices=("retry", "none", "foreign"), default="retry")
+    parser.add_argument(
+        "--wiring", choices=("retry", "none", "foreign", "deferred"), default="retry"
+    )
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -57,6 +61,10 @@ def main() -> None:
             memory=options.memory_every or False,
         )
     )
+    if options.wiring == "deferred":
+        dist.init_process_group("gloo")
+        place = f"{dist.get_rank()} {dist.get_world_size()} {int(os.environ['MASTER_PORT'])}"
+        (options.folder / f"rank-{os.getpid()}").write_text(place)
     hold, hurry = options.folder / "hold", options.folder / "hurry"
     model = run.wrap(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

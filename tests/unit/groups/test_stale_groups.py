@@ -26,7 +26,7 @@ def groups() -> Iterator[list[dist.ProcessGroup]]:
         assert isinstance(own, dist.ProcessGroup)
         found.append(own)
         if len(found) == 1:
-            pending.have_ended(torch_private.groups(), "generation 1 on rank 0 of 1")
+            pending.have_ended(torch_private.groups(), "in generation 1 on rank 0 of 1")
             dist.destroy_process_group()
     yield found
     dist.destroy_process_group()
