@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -171,8 +171,7 @@ class DeferredGroup:
     def install(self) -> None:
         """Defer from now on."""
         self._is_installed = True
-        for function, own in self._replaced.items():
-            _rebind(function, own)
+        _rebind(self._replaced)
         if is_launched(os.environ):
             self._of_agent = {name: os.environ.get(name, "") for name in self._variables}
             self._known.add((int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
@@ -192,9 +191,9 @@ class DeferredGroup:
     def remove(self) -> None:
         """Undo all changes: the last world has ended. Idempotent."""
         self.end()
+        if self._is_installed:
+            _rebind({own: function for function, own in self._replaced.items()})
         self._is_installed = False
-        for function, own in self._replaced.items():
-            _rebind(own, function)
 
     def _replacing(self, function: Any, own: Callable[..., Any]) -> Any:
         @functools.wraps(function)
@@ -239,7 +238,7 @@ class DeferredGroup:
         is_default = group is None or group is dist.group.WORLD
         if not (is_default and dist.is_initialized()) or self._has_entered():
             return _barrier(group, async_op, *args, **options)
-        if not self._has_warned and self._rank == 0:
+        if self.is_pending and self._rank == 0 and not self._has_warned:
             self._has_warned = True
             get_logger().warning(
                 "%s waits for no other rank: there is no world yet. If others need what comes "
@@ -305,14 +304,15 @@ def _backend_of(backend: str, device: str) -> str | None:
     return str(name) if name is not None else None
 
 
-def _rebind(function: object, other: object) -> None:
-    """Replace a function in every module that has imported it, except in this package.
+def _rebind(others: Mapping[Any, Any]) -> None:
+    """Replace functions in every module that has imported them, except in this package.
 
-    ``from torch.distributed import init_process_group`` copies it (PyTorch's tutorials, nanoGPT).
+    ``from torch.distributed import init_process_group`` copies one (PyTorch's tutorials, nanoGPT).
     """
+    by_id = {id(function): other for function, other in others.items()}
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "elastic":
             continue
-        names = list(getattr(module, "__dict__", {}).items())
-        for name in [name for name, value in names if value is function]:
-            setattr(module, name, other)
+        names = getattr(module, "__dict__", {})
+        for name in [name for name, value in list(names.items()) if id(value) in by_id]:
+            setattr(module, name, by_id[id(names[name])])

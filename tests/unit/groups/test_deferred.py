@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from elastic.errors import ConfigError, TrainingError
+from elastic.groups.deferred import DeferredGroup
 from elastic.groups.group import ProcessGroup
 from elastic.groups.pending import open_works, refuse_stale_group
 from elastic.groups.world import joins_running_job, world_from_environment
@@ -225,6 +226,24 @@ def test_a_contradictory_call_is_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         call()
     assert caught.value.hint and not dist.is_initialized()
+
+
+def test_on_gpus_the_backend_and_the_device_of_the_worker_are_accepted() -> None:
+    gpu = torch.device("cuda", 1)
+    deferred = DeferredGroup(gpu, "cpu:gloo,cuda:nccl", lambda: False, lambda: False)
+    deferred.install()
+    try:
+        for backend in (None, "nccl", "cuda:nccl,cpu:gloo"):
+            dist.init_process_group(backend, device_id=gpu)
+        dist.init_process_group(device_id=1)
+        assert dist.get_backend() == "cpu:gloo,cuda:nccl"
+        with pytest.raises(ConfigError, match="groups of worlds use nccl") as caught:
+            dist.init_process_group("gloo")
+        assert "elastic.join(backend='gloo')" in caught.value.hint
+        with pytest.raises(ConfigError, match="trains on 'cuda:1'"):
+            dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    finally:
+        deferred.remove()
 
 
 def test_a_group_that_was_created_in_another_way_is_named(process: Deferring) -> None:
