@@ -838,10 +838,8 @@ class BatchInfo:
 
     @property
     def rank_weight(self) -> float:
-        """The weight of the rank's gradients, 0 to 1. A rank that has only a filler has none."""
-        if not self.rank_samples or self.weights is RankWeights.SAMPLES:
-            return self.rank_share
-        return 1 / self.part.ranks
+        """The weight of the rank's gradients, 0 to 1; those of all ranks add up to 1."""
+        return self.rank_share if self.weights is RankWeights.SAMPLES else 1 / self.part.ranks
 
     @property
     def share(self) -> Share:

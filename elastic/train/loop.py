@@ -226,10 +226,12 @@ class Commits:
     def _compare_orders(self, step: Step) -> None:
         """Compare the orders that the script computes, after the first step of each epoch and of
         each world: ranks with different ones would repeat and omit samples."""
+        if not self._read:
+            return
         world, (compared_in, compared) = self._lifecycle.world, self._compared_orders
         compared = compared if compared_in is world else {}
-        read, self._read = self._read, {}
-        read = {name: one for name, one in read.items() if compared.get(name) != one[0]}
+        read = {n: order for n, order in self._read.items() if compared.get(n) != order[0]}
+        self._read.clear()
         if not read:
             return
         self._compared_orders = world, compared | {name: epoch for name, (epoch, _) in read.items()}
@@ -636,12 +638,12 @@ class StepLoop:
         self._checkpoints.flags.begin_step(step.number, size, digest)
         self._job.order.begin_step(step.number)
         for module in self._job.modules.values():
-            module.begin_step(step.rank_weight)
+            module.begin_step(step.rank_weight, has_samples=step.share > 0)
         if self.current.accumulation.since is None:
             for earlier in self._job.earlier_gradients:
                 earlier.begin_step()
         if self._job.built is not None:
-            self._job.built.begin_step(step.rank_weight, size)
+            self._job.built.begin_step(step.rank_weight if step.share else 0.0, size)
 
     def _cross_boundary(self) -> None:
         """Before the next step: save if a save is due. Does not return if the process ends here.

@@ -1000,7 +1000,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         ``weights``: those of the ranks' gradients. "samples": the rank's fraction of the step's
         samples, for a loss that is a mean over them. "equal": 1 / ranks, as in DDP, for a loss that
         is normalised over all ranks, such as a sum over tokens × ranks / the tokens of all ranks;
-        micro-batches are summed, and a rank without samples has the weight 0.
+        micro-batches are summed, and a rank without samples adds nothing.
 
         Call it before the first loop. See docs/data.md.
 

@@ -1203,13 +1203,16 @@ class ElasticSampler(DistributedSampler[int]):
     def begun_order(self) -> tuple[int, str] | None:
         """The epoch in whose middle this position is, and the digest of its order; None if there is
         none, or if no comparison is needed."""
-        if self._order is None or self._order[0] != self.epoch or not self.step:
-            return self._began_with
-        digest = self._order[1].digest
-        return None if digest is None else (self.epoch, digest)
+        if not self.step:
+            return None
+        if self._order is not None and self._order[0] == self.epoch:
+            digest = self._order[1].digest
+            return None if digest is None else (self.epoch, digest)
+        began = self._began_with
+        return began if began is not None and began[0] == self.epoch else None
 
     def continue_order(self, began_with: tuple[int, str] | None) -> None:
-        """Continue an epoch that was begun with an order of this digest, or refuse another one."""
+        """Refuse another order for an epoch that the job has begun with this one."""
         self._began_with = began_with
 
     def _check_order(self, epoch: int, order: Order, digest: str) -> None:
