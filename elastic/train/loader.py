@@ -861,7 +861,9 @@ class BatchInfo:
     def _mean_weight(self, micro: MicroShare) -> float:
         if not micro.indices:
             return 0.0
-        return len(micro.indices) / self.global_samples / self.rank_weight
+        if self.weights is RankWeights.SAMPLES:
+            return len(micro.indices) / self.rank_samples
+        return len(micro.indices) * self.part.ranks / self.global_samples
 
 
 def _size(name: str, value: object, unit: str) -> int | None:

@@ -222,3 +222,121 @@ def test_deaths_and_joins_change_nothing(
         outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
         assert outcome.died_at
         assert_results(outcome, expected[EQUAL_TO.get(name, "samples")], tolerance=EXACT)
+
+
+# -- orders of ranks that differ ------------------------------------------------------------------
+
+DIFFERING = """
+import os
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+import elastic
+
+x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+dataset = TensorDataset(x, x.sum(1, keepdim=True))
+
+def order(epoch):
+    seed = epoch + (100 * int(os.environ["RANK"]) if epoch == 1 else 0)
+    return torch.randperm(40, generator=torch.Generator().manual_seed(seed)).tolist()
+
+class OfRank(Sampler):
+    epoch = 0
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+    def __iter__(self):
+        return iter(order(self.epoch))
+
+run = elastic.join()
+model = run.wrap(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+run.track(optimizer=optimizer)
+LOADER
+
+def train():
+    for epoch in run.epochs(3):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+run.retry(train)
+result = model.state_dict()
+"""
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        "loader = run.loader(DataLoader(dataset, batch_size=4), order=order)",
+        "loader = run.loader(DataLoader(dataset, batch_size=4, sampler=OfRank()))",
+    ],
+    ids=["order=", "a sampler of one's own"],
+)
+def test_an_order_that_depends_on_the_rank_ends_the_job_on_all_ranks(
+    runs: IdiomRuns, tmp_path: Path, loader: str
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(DIFFERING.replace("LOADER", loader))
+    outcome = runs.world.run(path, tmp_path / "out")
+    assert not outcome.survivors
+    assert outcome.worlds == 1
+    errors = [worker.error for worker in outcome.workers if worker.error]
+    assert errors, outcome.describe()
+    for error in errors:
+        assert "step 4 read epoch 1 in another order on rank 1 than on rank 0" in error
+
+
+# -- accumulation over batches that are steps ------------------------------------------------------
+
+OVER_STEPS = """
+import contextlib
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import elastic
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+x = torch.randn(37, 4)  # three steps of 12, then one of a single sample
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, shuffle=True), global_batch=12)
+
+def train():
+    for epoch in run.epochs(3):
+        optimizer.zero_grad()
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            is_last = (i + 1) % 4 == 0
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                (F.mse_loss(model(inputs), targets) / 4).backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+run.retry(train)
+result = model.state_dict()
+"""
+
+
+def test_a_group_of_batches_may_end_with_fewer_samples_than_ranks(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(OVER_STEPS)
+    alone = runs.world.run(path, tmp_path / "alone", size=1)
+    alone.assert_success(workers=1)
+    weights = alone.survivors[0].result
+    undisturbed = runs.world.run(path, tmp_path / "undisturbed")
+    undisturbed.assert_success(workers=SIZE)
+    assert_results(undisturbed, weights, tolerance=EXACT)
+    for part in (2, 3):
+        death = Death(rank=2, event=undisturbed.workers[2].lines // part)
+        outcome = runs.world.run(path, tmp_path / f"death-{part}", death=death, is_replaced=True)
+        outcome.assert_success(workers=SIZE)
+        assert_results(outcome, weights, tolerance=EXACT)
