@@ -925,7 +925,7 @@ class ElasticLoader:
         max_steps: int | None = None,
         drive: Callable[[ElasticLoader], Iterator[Any]] | None = None,
         index: Callable[[ElasticLoader], int] | None = None,
-        share_is_read: Callable[[], object] = lambda: None,
+        share_is_read: Callable[[], object] | None = None,
     ) -> None:
         global_batch = _size("global_batch", global_batch, "sample")
         micro_batch = _size("micro_batch", micro_batch, "sample")
@@ -1045,7 +1045,8 @@ class ElasticLoader:
                 "loader.share was read outside of a step of this loader",
                 hint="read it inside `for batch in loader` or `for batch in step`",
             )
-        self._share_is_read()
+        if self._share_is_read is not None:
+            self._share_is_read()
         return self._current.share
 
     @property
