@@ -261,6 +261,10 @@ class ElasticDDP(DDP):
             torch_private.multiply_each(gradients, factor)
         self.reduction.begin(weight)
 
+    def end_step(self) -> None:
+        """End a step: backward passes outside of steps add their gradients."""
+        self._filler.end()
+
     @property
     def holds_gradients(self) -> bool:
         """False: gradients of passes under ``no_sync()`` are in the parameters' ``.grad``."""

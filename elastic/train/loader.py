@@ -167,7 +167,7 @@ class ReplacedBatches(Sampler[list[int]]):
         self.source = source
 
 
-Ordering: TypeAlias = "Callable[[int], Iterable[int] | Iterable[Sequence[int]]]"
+Ordering: TypeAlias = "Callable[[int], Iterable[int] | Iterable[Sequence[int]] | torch.Tensor]"
 """The dataset indices of an epoch, or its batches of indices, by the epoch's number."""
 
 

@@ -104,6 +104,8 @@ class Commits:
 
     def _end(self, step: Step, loader: ElasticLoader | None, *, is_waiting: bool) -> None:
         self._current.drop()
+        for module in self._job.modules.values():
+            module.end_step()
         self._job.progress.step += 1
         phases.committed(self._job.progress.step)
         self._checkpoints.step_ended()

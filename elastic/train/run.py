@@ -305,14 +305,16 @@ def _refuse_single_samples(error: BaseException, session: Session) -> None:
     for plan in (loader.plan for loader in session.job.loaders.values()):
         start, stop = plan.span(plan.steps - 1)
         smallest = min(plan.global_batch, stop - start)
-        if smallest < 2 * ranks:
+        parts = plan.micro_batch_count(0, smallest, 1)
+        if smallest < 2 * ranks * parts:
             last = "" if smallest == plan.global_batch else f", and {smallest} in its last step"
+            divided = f" and {parts} micro-batches" * (parts > 1)
             raise ConfigError(
                 f"BatchNorm needs two samples: a global batch of {plan.global_batch} samples{last}"
-                f" leaves a rank with one of them in a world of {ranks} ranks",
-                hint=f"raise global_batch to at least {2 * ranks}"
+                f" leaves a rank with one of them in a world of {ranks} ranks{divided}",
+                hint=f"raise global_batch to at least {2 * ranks * plan.micro_batches_per_step}"
                 + ", pass drop_last=True to the DataLoader" * bool(last)
-                + f", or run on at most {max(1, smallest // 2)} ranks (--nnodes)",
+                + f", or run on at most {max(1, smallest // (2 * parts))} ranks (--nnodes)",
             ) from error
 
 

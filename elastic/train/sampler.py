@@ -573,7 +573,7 @@ class GivenOrder:
 
     repeats = True  # unknown before an epoch is computed
 
-    def __init__(self, given: Callable[[int], Iterable[Any]], samples: int) -> None:
+    def __init__(self, given: Callable[[int], Any], samples: int) -> None:
         self._given, self._samples = given, samples
         first = self._drawn(0, 0)
         self.n, self.is_batched = first.units, first.bounds is not None
@@ -600,7 +600,8 @@ class GivenOrder:
         return drawn.order
 
     def each_once(self) -> Sequence[int]:
-        return range(self.n) if self.is_batched else list(dict.fromkeys(self._first.indices))
+        indices = self._first.indices.tolist()
+        return range(self.n) if self.is_batched else list(dict.fromkeys(indices))
 
     def _drawn(self, seed: int, epoch: int) -> _Drawn:
         with preserved_generators():
@@ -644,6 +645,10 @@ _ATOMS = frozenset({int, float, bool, str, type(None)})
 
 
 def _read(sampler: Any, kind: str, samples: int) -> _Drawn:
+    if isinstance(sampler, (torch.Tensor, np.ndarray)) and sampler.ndim == 1:
+        values_here = _array(sampler)  # at once: reading them one by one takes seconds for millions
+        if values_here.dtype.kind in "iu":
+            return _Drawn(values_here.astype(np.int64), None)
     most = _LONGEST if hasattr(sampler, "__len__") else min(_PASSES * samples, _LONGEST)
     values = iter(sampler)
     first = next(values, None)

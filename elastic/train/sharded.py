@@ -1085,6 +1085,10 @@ class ShardedModule:
             raise _uneven(weight)
         self.reduction.begin(weight)
 
+    def end_step(self) -> None:
+        """End a step: backward passes outside of steps add their gradients."""
+        self._filler.end()
+
     @property
     def holds_gradients(self) -> bool:
         """Whether backward passes without reduction have left gradients that are in no parameter's
