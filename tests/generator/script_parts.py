@@ -1365,6 +1365,21 @@ UPDATES = (
     ),
     Part(
         kind="update",
+        name="loss normalised over all ranks",
+        is_shardable=True,
+        body="""
+        optimizer.zero_grad()
+        LOSS
+        (loss * loader.share.mean_weights[0]).backward()
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+        needs=("equal weights",),
+        gives=("weighted by shares",),
+    ),
+    Part(
+        kind="update",
         name="mixup",
         body="""
         optimizer.zero_grad()
@@ -2022,6 +2037,16 @@ EVALUATIONS = (
     ),
 )
 
+# A world also determines which samples are in the first micro-batch of a step.
+DEPENDS_ON_MICRO_BATCHES = (
+    "log:running mean of the loss",  # of the last one
+    "model:counting buffer",
+    "model:non-persistent buffer",
+    "model:extra state",
+    "model:forward hook",
+    "model:spectral norm",
+    "model:statistics over all ranks",
+)
 DATA = (
     Part(
         kind="data",
@@ -2114,7 +2139,7 @@ DATA = (
         """,
         loader="""
         loader = run.loader(
-            DataLoader(dataset, batch_size=3, num_workers=1), order=batches_of, global_batch=4
+            DataLoader(dataset, batch_size=3), order=batches_of, global_batch=4
         )
         """,
     ),
@@ -2127,7 +2152,19 @@ DATA = (
         )
         """,
         needs=("steps",),
-        excludes=("log:running mean of the loss",),  # of the last micro-batch
+        excludes=DEPENDS_ON_MICRO_BATCHES,
+    ),
+    Part(
+        kind="data",
+        name="two samples in the last step, equal weights",
+        is_shardable=True,
+        loader="""
+        loader = run.loader(
+            DataLoader(dataset, batch_size=8, shuffle=True), global_batch=14, weights="equal"
+        )
+        """,
+        needs=("weighted by shares",),
+        gives=("equal weights",),
     ),
     Part(
         kind="data",
@@ -2142,7 +2179,7 @@ DATA = (
         """,
         needs=("update:batches of a step read ahead",),
         gives=("equal weights",),
-        excludes=("log:running mean of the loss",),
+        excludes=DEPENDS_ON_MICRO_BATCHES,
     ),
     Part(
         kind="data",

@@ -346,6 +346,8 @@ def test_equal_weights_of_ranks_apply_to_one_without_samples() -> None:
     assert pass_over_ones(model, is_reduced=True) == [0.5] * 3
     model.begin_step(0.5, has_samples=False)
     assert pass_over_ones(model, is_reduced=True) == [0.25] * 3
+    model.end_step()
+    assert pass_over_ones(model, is_reduced=True) == [0.5 * (0.25 + 1)] * 3  # outside of steps
     model.leave_world()
 
 
