@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from elastic.errors import CheckpointRequired, ConfigError, ElasticError, NoWorld, TrainingError
     from elastic.groups.world import World
     from elastic.train.folder import Checkpoints
-    from elastic.train.loader import ElasticLoader
+    from elastic.train.loader import ElasticLoader, Share
     from elastic.train.metrics import MetricsWriter, TensorBoard
     from elastic.train.run import Run, join
     from elastic.train.sampler import ElasticSampler
@@ -31,6 +31,7 @@ __all__ = [
     "MetricsWriter",
     "NoWorld",
     "Run",
+    "Share",
     "Step",
     "TensorBoard",
     "TrainingError",
@@ -48,6 +49,7 @@ _HOMES = {
     "MetricsWriter": "elastic.train.metrics",
     "NoWorld": "elastic.errors",
     "Run": "elastic.train.run",
+    "Share": "elastic.train.loader",
     "Step": "elastic.train.step",
     "TensorBoard": "elastic.train.metrics",
     "TrainingError": "elastic.errors",

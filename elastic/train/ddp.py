@@ -33,7 +33,7 @@ from elastic.train.order import (
     others_without,
     write_present,
 )
-from elastic.train.reduction import Reduction, weighted_sum
+from elastic.train.reduction import Filler, Reduction, weighted_sum
 from elastic.train.sharding import HeldParts
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class ElasticDDP(DDP):
         self.training = module.training
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
         self._buffers_unit: Unit | None = None  # in the order of reductions
+        self._filler = Filler()
 
     def match(self, order: ReductionOrder, name: str) -> None:
         """Compare the order of reductions with other ranks; this module is called ``name``."""
@@ -156,6 +157,7 @@ class ElasticDDP(DDP):
         for name in ("reducer", "logger", "process_group"):
             self.__dict__.pop(name, None)
         self.reduction.leave()
+        self._filler.end()
         self._releasable = None
         self._in_world_parameters = self._trained = ()
         self.in_world = False
@@ -245,20 +247,23 @@ class ElasticDDP(DDP):
         self.enter_world()
         return True
 
-    def begin_step(self, weight: float) -> None:
-        """Begin a step in which this rank has the fraction ``weight`` of the global batch."""
+    def begin_step(self, weight: float, *, has_samples: bool = True) -> None:
+        """Begin a step in which this rank's gradients have ``weight``, the fraction of its samples
+        in the global batch, or those of all ranks are equal. Without samples it reads a filler."""
+        self._filler.end()
+        if not has_samples and self.reduction.is_local:
+            weight = self.reduction.weight  # that of the gradients in .grad
+        if not has_samples and weight:
+            self._filler.begin(self.all_parameters)
         factor = self.reduction.rescale(weight)
-        if factor is None:
-            raise TrainingError(
-                "gradients accumulated under no_sync() cannot be added to those of a step in which "
-                f"this rank has another share of the samples ({weight:.4g} of them, before "
-                f"{self.reduction.weight:.4g}): the last batch of an epoch is smaller",
-                hint="use DataLoader(…, drop_last=True), or do not use no_sync()",
-            )
         if factor != 1.0:
             gradients = [p.grad for p in self.all_parameters if p.grad is not None]
             torch_private.multiply_each(gradients, factor)
         self.reduction.begin(weight)
+
+    def end_step(self) -> None:
+        """End a step: backward passes outside of steps add their gradients."""
+        self._filler.end()
 
     @property
     def holds_gradients(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from elastic.torch_private import forget_iterator, not_compiled_methods
 from elastic.train.sampler import (
     Draw,
     ElasticSampler,
+    GivenOrder,
     MicroShare,
     OwnSampler,
     Position,
@@ -145,6 +146,7 @@ class DataSource:
     collation: Collation = Collation.SAMPLES
     seed: int | None = None  # None: the job's seed applies
     global_batch: int | None = None  # None: the loader does not specify one
+    has_batch_size: bool = True  # of samples, or of undivided batches; else it is unknown
 
     def check_size(self) -> None:
         """Raise ConfigError if the dataset has grown or shrunk: the order covers its first size."""
@@ -165,8 +167,12 @@ class ReplacedBatches(Sampler[list[int]]):
         self.source = source
 
 
-def describe(loader: object) -> DataSource:
-    """Read a loader's order and batch size.
+Ordering: TypeAlias = "Callable[[int], Iterable[int] | Iterable[Sequence[int]] | torch.Tensor]"
+"""The dataset indices of an epoch, or its batches of indices, by the epoch's number."""
+
+
+def describe(loader: object, order: Ordering | None = None) -> DataSource:
+    """Read a loader's order and batch size; with ``order``, its sampler has no effect.
 
     The batches of a batch sampler of the user's own class are not divided: each is one unit of the
     plan, so ``batch_size`` is 1. Raises ConfigError, with an alternative, for a loader whose order
@@ -192,8 +198,10 @@ def describe(loader: object) -> DataSource:
             "restores the position",
         )
     for replaced in (loader.batch_sampler, loader.sampler):
-        if isinstance(replaced, ReplacedBatches):
-            return replaced.source  # the loader was changed in place before, and is passed again
+        if isinstance(replaced, ReplacedBatches):  # it was changed in place, and is passed again
+            return replaced.source if order is None else _ordered(replaced.source, order)
+    if order is not None:
+        return _ordered(_unordered(loader), order)
     batches: object = loader.batch_sampler
     if batches is None:
         return _without_collation(loader)
@@ -206,6 +214,47 @@ def describe(loader: object) -> DataSource:
             hint="DataLoader(dataset, batch_size=…, sampler=…)",
         )
     return _of_batches(loader.dataset, draw)
+
+
+def _unordered(loader: DataLoader[Any]) -> DataSource:
+    """The batches of a loader whose sampler is not used."""
+    samples = size_of(loader.dataset)
+    batches: Any = loader.batch_sampler
+    collation = Collation.SAMPLES
+    if batches is None:
+        batches = loader.sampler
+        collation = Collation.LIST if hasattr(batches, "batch_size") else Collation.ITEM
+    size = 1 if collation is Collation.ITEM else getattr(batches, "batch_size", None)
+    return DataSource(
+        dataset=loader.dataset,
+        batch_size=size if isinstance(size, int) else 1,
+        drop_last=getattr(batches, "drop_last", False) is True,
+        shuffle=True,
+        draw=WholeDataset(samples, shuffle=True),
+        samples=samples,
+        subset=subset_of(loader.dataset),
+        collation=collation,
+        has_batch_size=isinstance(size, int),
+    )
+
+
+def _ordered(source: DataSource, order: Ordering) -> DataSource:
+    """The same data in another order."""
+    errors.function(
+        "run.loader(…, order=…)", order, hint="order=lambda epoch: [the epoch's sample indices]"
+    )
+    draw = GivenOrder(order, source.samples)
+    if not draw.is_batched:
+        return dataclasses.replace(source, draw=draw)
+    is_list = source.collation is not Collation.SAMPLES
+    return dataclasses.replace(
+        source,
+        draw=draw,
+        batch_size=1,
+        drop_last=False,
+        has_batch_size=True,
+        collation=Collation.LIST if is_list else source.collation,
+    )
 
 
 def _without_collation(loader: DataLoader[Any]) -> DataSource:
@@ -481,11 +530,13 @@ class Following:
         self._has_followed = self.follows = True
         return self._pending[1]
 
-    def commit(self, step: Step) -> None:
-        """Commit the batches yielded within ``step``."""
+    def commit(self, step: Step) -> int | None:
+        """Commit the batches yielded within ``step``. Returns their epoch; None: there are none."""
         pending, self._pending = self._pending, None
-        if pending is not None and pending[0] is step:
-            self._sampler.seek(pending[1])
+        if pending is None or pending[0] is not step:
+            return None
+        self._sampler.seek(pending[1])
+        return pending[1].epoch
 
     def step_committed(self) -> None:
         """Called after a step of this loader has committed."""
@@ -685,6 +736,41 @@ class MicroBatches(ReplacedBatches):
 # samples, weight) is computed here from the same plan, and does not pass through the data workers.
 
 
+class RankWeights(Enum):
+    """How much the gradients of each rank count in their sum over the ranks."""
+
+    SAMPLES = "samples"  # its fraction of the step's samples: the loss is a mean over a rank's
+    EQUAL = "equal"  # 1 / ranks, as in DDP: the loss is normalised over all ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """This rank's part of the current step of a loader.
+
+    Positions are those of samples in the epoch's order, from 0. Those of a rank are contiguous,
+    and ranks follow each other: together they are the step's.
+    """
+
+    epoch: int
+    step: int
+    """Within the epoch, from 0."""
+    ranks: int
+    """The number of ranks among which the step is divided (of replicas, with a mesh)."""
+    total: int
+    """Samples of all ranks in the step."""
+    positions: range
+    """Those of this rank in the step; empty if the step has fewer samples than ranks."""
+    micro_batches: tuple[range, ...]
+    """The positions of each micro-batch, the same number on every rank. An empty one reads a
+    filler, so that its collectives run, and must not count."""
+    micro_batch: int
+    """The current micro-batch, from 0."""
+
+    mean_weights: tuple[float, ...]
+    """For each micro-batch, the factor of a loss that is the mean over its samples: the gradients
+    of all become those of the mean over the step's ``total`` samples. 0 for a filler."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
     """Description of one batch of this rank: micro-batch ``micro_batch`` of ``part``."""
@@ -692,6 +778,7 @@ class BatchInfo:
     part: RankStep
     micro_batch: int
     is_last_step: bool  # of the epoch
+    weights: RankWeights = RankWeights.SAMPLES
 
     @property
     def epoch(self) -> int:
@@ -738,18 +825,61 @@ class BatchInfo:
 
     @property
     def weight(self) -> float:
-        """The weight of this micro-batch's mean loss within the rank's share, 0 to 1."""
-        return self.samples / self.rank_samples if self.samples else 0.0
+        """The weight of this micro-batch's loss within the rank's, 0 to 1. Equal weights: 1, or 0
+        for a filler."""
+        if not self.samples or self.weights is RankWeights.EQUAL:
+            return float(self.samples > 0)
+        return self.samples / self.rank_samples
+
+    @property
+    def rank_share(self) -> float:
+        """The rank's fraction of the global batch, 0 to 1."""
+        return self.rank_samples / self.global_samples
 
     @property
     def rank_weight(self) -> float:
-        """The weight of the rank's share within the global batch, 0 to 1."""
-        return self.rank_samples / self.global_samples
+        """The weight of the rank's gradients, 0 to 1; those of all ranks add up to 1."""
+        return self.rank_share if self.weights is RankWeights.SAMPLES else 1 / self.part.ranks
+
+    @property
+    def share(self) -> Share:
+        """This rank's part of the step."""
+        return Share(
+            epoch=self.epoch,
+            step=self.step,
+            ranks=self.part.ranks,
+            total=self.global_samples,
+            positions=self.part.positions,
+            micro_batches=tuple(
+                range(micro.first, micro.first + len(micro.indices))
+                for micro in self.part.micro_batches
+            ),
+            micro_batch=self.micro_batch,
+            mean_weights=tuple(map(self._mean_weight, self.part.micro_batches)),
+        )
+
+    def _mean_weight(self, micro: MicroShare) -> float:
+        if not micro.indices:
+            return 0.0
+        if self.weights is RankWeights.SAMPLES:
+            return len(micro.indices) / self.rank_samples
+        return len(micro.indices) * self.part.ranks / self.global_samples
 
 
 def _size(name: str, value: object, unit: str) -> int | None:
     hint = f"it must be at least 1 {unit}"
     return None if value is None else errors.whole_number(f"{name}=", value, least=1, hint=hint)
+
+
+def _weights(given: str) -> RankWeights:
+    try:
+        return RankWeights(given)
+    except ValueError:
+        raise ConfigError(
+            f"weights={given!r} of ranks is unknown",
+            hint='use "samples" for a loss that is a mean over a rank\'s samples, or "equal" for '
+            "one that is normalised over all ranks",
+        ) from None
 
 
 @not_compiled_methods
@@ -758,8 +888,9 @@ class ElasticLoader:
 
     ``loader`` is a ``DataLoader``, or any iterable that yields the batches of the ``DataLoader``
     passed as ``dataloader`` one for one and in order; that ``DataLoader`` is changed in place.
-    ``global_batch`` defaults to batch_size × ``largest_world``; ``micro_batch`` to the rank's
-    share.
+    ``global_batch`` defaults to batch_size × ``largest_world`` × ``micro_batches``; a step is one
+    micro-batch unless ``micro_batch``, its largest size, or ``micro_batches``, their number in a
+    full step, is given. ``order`` and ``weights`` are as in ``run.loader``.
 
     With ``max_steps`` an epoch ends after at most that many steps, in every world and after every
     recovery. So does ``itertools.islice(loader, 9)`` below ``run.epochs``; ``if i == 9: break``
@@ -787,24 +918,46 @@ class ElasticLoader:
         largest_world: int = 1,
         global_batch: int | None = None,
         micro_batch: int | None = None,
+        micro_batches: int | None = None,
+        order: Ordering | None = None,
+        weights: str = RankWeights.SAMPLES.value,
         shards: int | None = None,
         max_steps: int | None = None,
         drive: Callable[[ElasticLoader], Iterator[Any]] | None = None,
         index: Callable[[ElasticLoader], int] | None = None,
+        share_is_read: Callable[[], object] | None = None,
     ) -> None:
         global_batch = _size("global_batch", global_batch, "sample")
         micro_batch = _size("micro_batch", micro_batch, "sample")
+        micro_batches = _size("micro_batches", micro_batches, "micro-batch")
         max_steps = _size("max_steps", max_steps, "step")
-        source = describe(loader if dataloader is None else dataloader)
+        self.weights = _weights(weights)
+        source = describe(loader if dataloader is None else dataloader, order)
         if source.collation is Collation.ITEM:
-            if micro_batch not in (None, 1):
+            if micro_batch not in (None, 1) or micro_batches is not None:
+                given = "micro_batch" if micro_batches is None else "micro_batches"
                 raise ConfigError(
-                    f"micro_batch is {micro_batch} for a DataLoader with batch_size=None",
-                    hint="omit it: each item of the dataset is already a batch",
+                    f"{given} is {micro_batch or micro_batches} for a DataLoader with "
+                    "batch_size=None",
+                    hint="omit it: each item of the dataset is already a batch, and a micro-batch; "
+                    "global_batch= is the number of them in a step",
                 )
             micro_batch = 1
+        if micro_batch is not None and micro_batches is not None:
+            raise ConfigError(
+                f"micro_batch={micro_batch} and micro_batches={micro_batches}: both divide a step",
+                hint="micro_batch= is the largest number of samples of one, micro_batches= the "
+                "number of them in each step",
+            )
         if global_batch is None:
-            global_batch = source.global_batch or source.batch_size * largest_world
+            if not source.has_batch_size:
+                raise ConfigError(
+                    "the batch size is unknown: the DataLoader has a batch sampler of its own, and "
+                    "order= returns single indices",
+                    hint="run.loader(…, global_batch=…), or an order of lists, one for each batch",
+                )
+            each = source.batch_size * largest_world * (micro_batches or 1)
+            global_batch = source.global_batch or each
         self.sampler = DrivenSampler(
             source.dataset,
             num_replicas=1,
@@ -815,6 +968,7 @@ class ElasticLoader:
             global_batch=global_batch,
             shards=shards,
             max_steps=max_steps,
+            micro_batches=micro_batches or 1,
             draw=source.draw,
             subset=source.subset,
         )
@@ -847,6 +1001,8 @@ class ElasticLoader:
         self._outer: Iterable[Any] = self._inner if dataloader is None else loader
         self._workers = DataWorkers(self._inner) if dataloader is None else None
         self._passes = 0
+        self._current: BatchInfo | None = None  # yielded last, in a step that is not committed
+        self._share_is_read = share_is_read
         self._given = loader
         self._drive = drive or _alone
         self._index = index or _index_alone
@@ -877,8 +1033,31 @@ class ElasticLoader:
         """
         return self._index(self)
 
+    @property
+    def share(self) -> Share:
+        """This rank's part of the current step: positions of its samples, the step's total and the
+        number of ranks.
+
+        Raises TrainingError outside of a step.
+        """
+        if self._current is None:
+            raise TrainingError(
+                "loader.share was read outside of a step of this loader",
+                hint="read it inside `for batch in loader` or `for batch in step`",
+            )
+        if self._share_is_read is not None:
+            self._share_is_read()
+        return self._current.share
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        """The number of batches that each rank reads in an epoch, at any position. With
+        ``micro_batches`` it is the same in each world, else it is that of the current one."""
+        return len(self._batches)
+
     def advance(self) -> None:
         """Advance the position: the step is committed. Raises ConfigError at the epoch's end."""
+        self._current = None
         self.sampler.advance()
         self.following.step_committed()
 
@@ -918,6 +1097,8 @@ class ElasticLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position, and everything that it depends on, as JSON values."""
         state = {**self.sampler.state_dict(), "follows": self.following.follows}
+        if (begun := self.sampler.begun_order) is not None:
+            state["order"] = list(begun)
         return state if self.counted is None else {**state, "counted": list(self.counted)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -926,6 +1107,8 @@ class ElasticLoader:
         self.resume()
         self.following.reset()
         self.following.follows = state.get("follows", False)
+        begun = state.get("order")
+        self.sampler.continue_order((begun[0], begun[1]) if begun is not None else None)
         counted = state.get("counted")
         self.counted = (counted[0], counted[1]) if counted is not None else None
 
@@ -952,6 +1135,7 @@ class ElasticLoader:
         self._source.check_size()
         self.sampler.set_world(rank, size)
         self._passes += 1
+        self._current = None
         if self.position.step == self.plan.steps:
             self.stop_workers()
             return iter(())  # do not start data workers
@@ -974,7 +1158,7 @@ class ElasticLoader:
         last = self.plan.steps - 1
         for part in parts:
             for number in range(len(part.micro_batches)):
-                yield BatchInfo(part, number, part.step == last)
+                yield BatchInfo(part, number, part.step == last, self.weights)
 
     def _matched(
         self,
@@ -998,6 +1182,7 @@ class ElasticLoader:
                     raise self._mismatch(f"ended before step {info.step} of epoch {info.epoch}")
                 if self._batches.times_read == times_read:
                     raise self._mismatch("does not read the DataLoader passed as dataloader=")
+                self._current = info
                 yield info, batch
             with self._read_here():
                 if next(batches, _NOTHING) is not _NOTHING:

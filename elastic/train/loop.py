@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from elastic.errors import TrainingError, WorldChanged
+from elastic.groups.collectives import all_gather_json
 from elastic.groups.faults import ControlFlow
 from elastic.groups.world import World, world_from_environment
 from elastic.hangs.page import DATA, SCRIPT, phases
@@ -24,7 +25,7 @@ from elastic.train.checks import (
 )
 from elastic.train.ddp import Wrapped
 from elastic.train.early_leave import EarlyLeave
-from elastic.train.loader import BatchInfo, ElasticLoader, Pass, same_shares
+from elastic.train.loader import BatchInfo, ElasticLoader, Pass, RankWeights, same_shares
 from elastic.train.reading import (
     Consumer,
     CountedRates,
@@ -43,6 +44,7 @@ from elastic.train.replicas import (
     warn_of_differing,
 )
 from elastic.train.sampler import (
+    SAME_ORDER,
     Position,
     derive_seed,
     rank_samples,
@@ -83,6 +85,10 @@ class Commits:
         self._has_warned_of_accumulation = False
         self._has_warned_of_state = self._has_warned_of_copies = False
         self._copies = copies
+        # Epochs of loaders that were read since the last commit, with the digest of their order,
+        # and the world and epochs of which ranks have compared them.
+        self._read: dict[str, tuple[int, str]] = {}
+        self._compared_orders: tuple[World | None, dict[str, int]] = (None, {})
 
     def commit(self, step: Step, loader: ElasticLoader | None) -> None:
         """End an iteration: its data is used. Commit it, unless its gradients are still unused."""
@@ -98,13 +104,17 @@ class Commits:
 
     def _end(self, step: Step, loader: ElasticLoader | None, *, is_waiting: bool) -> None:
         self._current.drop()
+        for module in self._job.modules.values():
+            module.end_step()
         self._job.progress.step += 1
         phases.committed(self._job.progress.step)
         self._checkpoints.step_ended()
         if loader is not None:
+            self._note_order(loader, step.epoch)
             loader.advance()
             for other in self._job.loaders.values():
-                other.following.commit(step)
+                if (epoch := other.following.commit(step)) is not None:
+                    self._note_order(other, epoch)
         self._hooks.commit(self._job.progress.step)
         if is_waiting:
             self._current.accumulation.add(step)
@@ -150,7 +160,9 @@ class Commits:
             self._progress.committed(place, len(self._callbacks))
         self._current.is_committing = False
         self._job.check_user()
-        self._compare_replicas(last)  # after the commit, because a peer may fail now
+        # After the commit, because a peer may fail now.
+        self._compare_orders(last)
+        self._compare_replicas(last)
         self._call_back(last, len(self._callbacks))
         self._session.strategy.committed()
 
@@ -207,6 +219,33 @@ class Commits:
         if is_boundary and self._session.strategy.can_roll_back:
             self._progress.rollback.has_part_changed = self._digests.has_part_changed
         return bits
+
+    def _note_order(self, loader: ElasticLoader, epoch: int) -> None:
+        digest = loader.sampler.order_digest(epoch)
+        if digest is not None:
+            self._read[self._job.name_of(loader)] = (epoch, digest)
+
+    def _compare_orders(self, step: Step) -> None:
+        """Compare the orders that the script computes, after the first step of each epoch and of
+        each world: ranks with different ones would repeat and omit samples."""
+        if not self._read:
+            return
+        world, (compared_in, compared) = self._lifecycle.world, self._compared_orders
+        compared = compared if compared_in is world else {}
+        read = {n: order for n, order in self._read.items() if compared.get(n) != order[0]}
+        self._read.clear()
+        if not read:
+            return
+        self._compared_orders = world, compared | {name: epoch for name, (epoch, _) in read.items()}
+        if world.size == 1:
+            return
+        with self._lifecycle.replica.whole():
+            orders = all_gather_json({name: digest for name, (_, digest) in read.items()})
+        for rank, others in enumerate(orders):
+            for name, digest in others.items():
+                if digest != orders[0].get(name):
+                    self._checkpoints.stop()  # do not save these weights
+                    raise _differing_orders(step, read[name][0], rank)
 
     def _compare_replicas(self, step: Step) -> None:
         """Compare replicas after the first update of each world, in which a joining process that
@@ -317,6 +356,14 @@ def _parameters(module: Wrapped) -> Sequence[torch.Tensor]:
 
 def _same(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return tensors
+
+
+def _differing_orders(step: Step, epoch: int, rank: int) -> TrainingError:
+    return TrainingError(
+        f"step {step.number} read epoch {epoch} in another order on rank {rank} than on rank 0: "
+        "some of its samples were read twice, and others by no rank",
+        hint=SAME_ORDER,
+    )
 
 
 def _counter_shifted(step: Step, length: int, usual: int) -> TrainingError:
@@ -593,12 +640,12 @@ class StepLoop:
         self._checkpoints.flags.begin_step(step.number, size, digest)
         self._job.order.begin_step(step.number)
         for module in self._job.modules.values():
-            module.begin_step(step.share)
+            module.begin_step(step.rank_weight, has_samples=step.share > 0)
         if self.current.accumulation.since is None:
             for earlier in self._job.earlier_gradients:
                 earlier.begin_step()
         if self._job.built is not None:
-            self._job.built.begin_step(step.share, size)
+            self._job.built.begin_step(step.rank_weight if step.share else 0.0, size)
 
     def _cross_boundary(self) -> None:
         """Before the next step: save if a save is due. Does not return if the process ends here.
@@ -790,6 +837,8 @@ def _check_fits(
             hint="read two loaders together without micro_batch=, or put both datasets into one "
             "loader: DataLoader(torch.utils.data.StackDataset(first, second), …)",
         )
+    if leader.weights is RankWeights.EQUAL:
+        return
     ours = rank_samples(leader.sampler, Position(step.epoch, step.index), world)
     others = rank_samples(loader.sampler, Position(info.epoch, info.step), world)
     if not same_shares(ours, others):
@@ -983,6 +1032,12 @@ def _batches_of_pass(
     if not may_subtract:
         consumer.refuse_limit(len(loader) - step)
     return None
+
+
+def share_is_read(loop: StepLoop) -> None:
+    """The script weights its losses itself."""
+    if loop.current.step is not None:
+        loop.current.step.is_weighted = True
 
 
 @not_compiled

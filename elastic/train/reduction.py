@@ -9,9 +9,12 @@ On the CPU the reducer divides by the world's size while it fills its buckets, a
 multiplication is needed. On other devices buckets are passed to a communication hook.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.utils.hooks import RemovableHandle
 
 from elastic.groups.pending import pending_works, queued
 from elastic.hangs.page import SCRIPT, phases
@@ -22,6 +25,27 @@ from elastic.train.order import ControlFlags, ReductionOrder, Room, Sent, Unit
 
 
 NEARLY = 1e-12  # tolerance for n/N times the size being 1
+
+
+class Filler:
+    """Lets backward passes add nothing to the gradients of parameters: this rank has no samples.
+
+    A weight of 0 would not do where ``.grad`` has gradients of earlier passes, or where the weights
+    of all ranks are to add up to 1.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(self, parameters: Iterable[torch.Tensor]) -> None:
+        """From now on, backward passes add zeros, whatever the filler's loss is, NaN included."""
+        trained = (p for p in parameters if p.requires_grad)
+        self._hooks = [p.register_hook(torch.zeros_like) for p in trained]  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Backward passes add gradients again."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 class Reduction:
@@ -48,7 +72,6 @@ class Reduction:
         self._backward = NO_BACKWARD  # the backward pass at whose end this rank waits
         self._has_spoken = False
         self._has_accumulated = False  # in this step
-        self._is_mixed = False  # the weights' .grad contains reduced gradients
         self._room: Room | None = None  # in the first bucket
         self.order: ReductionOrder | None = None  # in which all modules are reduced
         self._unit: Unit | None = None  # this module in it
@@ -126,21 +149,25 @@ class Reduction:
 
     def reduced(self) -> None:
         """Note that a bucket is reduced: this step's gradients and those accumulated before."""
-        self.is_done = self._is_mixed = True
+        self.is_done = True
         self.is_announced = False
         self.is_late = self.is_late or not self.has_forward
         self.is_local = False
 
     def forget_gradients(self) -> None:
         """Note that an optimizer has used the gradients, or they were dropped."""
-        self.is_local = self._is_mixed = self.is_late = False
+        self.is_local = self.is_late = False
 
-    def rescale(self, weight: float) -> float | None:
-        """The factor for local gradients before they are reduced with those of a step in
-        which this rank has another fraction, ``weight``. None: impossible."""
+    def rescale(self, weight: float) -> float:
+        """The factor for gradients in ``.grad`` before they are reduced with those of a step in
+        which this rank has another weight, which is not 0 if some are local.
+
+        Gradients of an earlier reduction are among them: they are the same on all ranks, whose
+        weights added up to 1.
+        """
         if not self.is_local or abs(weight - self._weight) <= NEARLY:
             return 1.0
-        return None if self._is_mixed or not weight else self._weight / weight
+        return self._weight / weight
 
     def weigh(self, gradients: torch.Tensor) -> None:
         """Multiply a bucket's gradients by the remaining factor of this rank's weight."""

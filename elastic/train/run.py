@@ -49,7 +49,7 @@ from elastic.train.early_leave import EarlyLeave
 from elastic.train.folder import Checkpoints, KeepGiven, WhenGiven, checkpoints_from
 from elastic.train.hooks import Hooks
 from elastic.train.lifecycle import Lifecycle
-from elastic.train.loader import ElasticLoader, shard_by
+from elastic.train.loader import ElasticLoader, Ordering, shard_by
 from elastic.train.loop import (
     CallEnded,
     StepLoop,
@@ -312,14 +312,16 @@ def _refuse_single_samples(error: BaseException, session: Session) -> None:
     for plan in (loader.plan for loader in session.job.loaders.values()):
         start, stop = plan.span(plan.steps - 1)
         smallest = min(plan.global_batch, stop - start)
-        if smallest < 2 * ranks:
+        parts = plan.micro_batch_count(0, smallest, 1)
+        if smallest < 2 * ranks * parts:
             last = "" if smallest == plan.global_batch else f", and {smallest} in its last step"
+            divided = f" and {parts} micro-batches" * (parts > 1)
             raise ConfigError(
                 f"BatchNorm needs two samples: a global batch of {plan.global_batch} samples{last}"
-                f" leaves a rank with one of them in a world of {ranks} ranks",
-                hint=f"raise global_batch to at least {2 * ranks}"
+                f" leaves a rank with one of them in a world of {ranks} ranks{divided}",
+                hint=f"raise global_batch to at least {2 * ranks * plan.micro_batches_per_step}"
                 + ", pass drop_last=True to the DataLoader" * bool(last)
-                + f", or run on at most {max(1, smallest // 2)} ranks (--nnodes)",
+                + f", or run on at most {max(1, smallest // (2 * parts))} ranks (--nnodes)",
             ) from error
 
 
@@ -1003,19 +1005,35 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         dataloader: DataLoader[Any] | None = None,
         global_batch: int | None = None,
         micro_batch: int | None = None,
+        micro_batches: int | None = None,
+        order: Ordering | None = None,
+        weights: str = "samples",
         max_steps: int | None = None,
     ) -> ElasticLoader:
         """Distribute a DataLoader over the world, at a constant global batch.
 
         Iterating yields this rank's share of each step, from the job's position to the end of the
         epoch. ``dataloader``: the DataLoader inside a wrapper. ``global_batch``: samples per step
-        over all ranks, by default batch_size × the largest world. ``micro_batch``: the maximum
-        number of samples at once, for :meth:`steps`. ``max_steps``: the maximum number of steps of
-        an epoch. Call it before the first loop. See docs/data.md.
+        over all ranks, by default batch_size × the largest world × ``micro_batches``. For
+        :meth:`steps`, gradient accumulation: ``micro_batch`` is the maximum number of samples at
+        once, ``micro_batches`` the number of micro-batches of a full step on each rank; a step of
+        fewer samples has proportionally fewer, rounded up, and ``drop_last`` drops what does not
+        fill one of all ranks. ``max_steps``: the maximum number of steps of an epoch.
+
+        ``order(epoch)`` returns the dataset indices of an epoch, or its batches, each a list of
+        indices, in place of the DataLoader's sampler. It may repeat and omit samples. Epochs have
+        equal lengths, and all ranks must compute the same.
+
+        ``weights``: those of the ranks' gradients. "samples": the rank's fraction of the step's
+        samples, for a loss that is a mean over them. "equal": 1 / ranks, as in DDP, for a loss that
+        is normalised over all ranks, such as a sum over tokens × ranks / the tokens of all ranks;
+        micro-batches are summed, and a rank without samples adds nothing.
+
+        Call it before the first loop. See docs/data.md.
 
         Raises TrainingError if it is called too late; ConfigError for an object that is not a
-        DataLoader, for data that cannot be split (an IterableDataset, a sampler that cannot be
-        repeated), and for invalid sizes.
+        DataLoader, for data that cannot be split (an IterableDataset, a sampler or order that
+        cannot be repeated), and for invalid sizes.
         """
         self._parts.attempts.check_registration("loader")
         loop = self._parts.loop
@@ -1024,8 +1042,12 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
             drive=lambda driven: loops.batches(loop, driven),
             index=lambda elastic_loader: loops.index(loop, elastic_loader),
             dataloader=dataloader,
+            share_is_read=lambda: loops.share_is_read(loop),
             global_batch=global_batch,
             micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            order=order,
+            weights=weights,
             max_steps=max_steps,
         )
 

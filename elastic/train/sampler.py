@@ -234,6 +234,9 @@ class Order:
     # Batch k of a batch sampler has the positions bounds[k] to bounds[k + 1]. None: each position
     # is distributed by itself.
     bounds: Int64s | None = None
+    # Of an order that code of the script computes: ranks and restarts compare it. None: this
+    # package computes it.
+    digest: str | None = None
 
 
 _REPLACEMENT = 1  # part of the keys of random numbers, so that no two uses share numbers
@@ -507,8 +510,7 @@ class OwnSampler:
                 "0: len(loader), and schedules computed from it, would be wrong",
                 hint=f"yield the same number of {what} in each epoch, or the first ones only",
             )
-        indices = drawn.indices
-        return Order(lambda positions: indices[positions], drawn.bounds)
+        return drawn.order
 
     def each_once(self) -> Sequence[int]:
         if self.is_batched:
@@ -555,8 +557,65 @@ class OwnSampler:
         return drawn
 
     def _name(self, drawn: _Drawn) -> str:
-        parts = [drawn.indices, *([] if drawn.bounds is None else [drawn.bounds])]
-        return f"{self._kind} of {drawn.units}, {_digest(np.concatenate(parts))}"
+        return f"{self._kind} of {drawn.units}, {drawn.digest}"
+
+
+class GivenOrder:
+    """``run.loader(…, order=…)``: ``given(epoch)`` returns the indices of an epoch, or its batches
+    as lists of indices.
+
+    While it is called, torch's, NumPy's and ``random``'s default generators have a seed for (seed,
+    epoch), and are restored afterwards.
+
+    Raises ConfigError for an order that is not the same when it is computed again, that has an
+    index outside the dataset, or that is empty.
+    """
+
+    repeats = True  # unknown before an epoch is computed
+
+    def __init__(self, given: Callable[[int], Any], samples: int) -> None:
+        self._given, self._samples = given, samples
+        first = self._drawn(0, 0)
+        self.n, self.is_batched = first.units, first.bounds is not None
+        if not self.n:
+            raise ConfigError("order(0) is empty", hint="return the indices of the epoch's samples")
+        self.name = f"order= of {self.n}, {first.digest}"
+        if self._drawn(0, 0).digest != first.digest:
+            raise ConfigError(
+                "order(0) returns other indices each time: another rank, or a resumed job, could "
+                "not reproduce it",
+                hint=SAME_ORDER,
+            )
+        self._first = first
+
+    def order(self, seed: int, epoch: int) -> Order:
+        drawn = self._drawn(seed, epoch)
+        if drawn.units != self.n or (drawn.bounds is not None) != self.is_batched:
+            what = "batches" if self.is_batched else "samples"
+            raise ConfigError(
+                f"order({epoch}) returns {drawn.units} {what}, but order(0) returned {self.n}: "
+                "len(loader), and schedules computed from it, would be wrong",
+                hint=f"return the same number of {what} for each epoch",
+            )
+        return drawn.order
+
+    def each_once(self) -> Sequence[int]:
+        indices = self._first.indices.tolist()
+        return range(self.n) if self.is_batched else list(dict.fromkeys(indices))
+
+    def _drawn(self, seed: int, epoch: int) -> _Drawn:
+        with preserved_generators():
+            seed_all(derive_seed(seed, epoch, _OWN_SAMPLER))
+            drawn = _read(self._given(epoch), f"order({epoch})", self._samples)
+        _check_indices(f"order({epoch})", drawn.indices, self._samples)
+        return drawn
+
+
+SAME_ORDER = (
+    "compute it from the epoch alone, with a generator of its own: lambda epoch: torch.randperm(n, "
+    "generator=torch.Generator().manual_seed(seed + epoch)).tolist(); not from the rank, the time "
+    "or a set"
+)
 
 
 class _Drawn(NamedTuple):
@@ -569,6 +628,16 @@ class _Drawn(NamedTuple):
     def units(self) -> int:
         return (self.indices if self.bounds is None else self.bounds[1:]).size
 
+    @property
+    def digest(self) -> str:
+        parts = [self.indices, *([] if self.bounds is None else [self.bounds])]
+        return _digest(np.concatenate(parts))
+
+    @property
+    def order(self) -> Order:
+        indices = self.indices
+        return Order(lambda positions: indices[positions], self.bounds, self.digest)
+
 
 _LONGEST = 2**28  # indices of one epoch: 2 GiB
 _PASSES = 16  # over the dataset, of a sampler without len()
@@ -576,6 +645,10 @@ _ATOMS = frozenset({int, float, bool, str, type(None)})
 
 
 def _read(sampler: Any, kind: str, samples: int) -> _Drawn:
+    if isinstance(sampler, (torch.Tensor, np.ndarray)) and sampler.ndim == 1:
+        values_here = _array(sampler)  # at once: reading them one by one takes seconds for millions
+        if values_here.dtype.kind in "iu":
+            return _Drawn(values_here.astype(np.int64), None)
     most = _LONGEST if hasattr(sampler, "__len__") else min(_PASSES * samples, _LONGEST)
     values = iter(sampler)
     first = next(values, None)
@@ -792,8 +865,11 @@ class EpochPlan:
     """An epoch of ``n`` samples in global batches of ``global_batch``.
 
     With ``shards`` = V, a global batch consists of V fixed slices, and ranks own contiguous ranges
-    of slices; otherwise, ranks own ranges of samples. ``drop_last`` drops the last step if it is
-    not full. An epoch ends after ``max_steps`` at the latest; samples beyond them are not read.
+    of slices; otherwise, ranks own ranges of samples. A full step has ``micro_batches_per_step`` on
+    each rank, and one with fewer samples has proportionally fewer, rounded up. ``drop_last`` drops
+    the samples at the end that do not fill a micro-batch of all ranks: with one micro-batch, the
+    last step if it is not full. An epoch ends after ``max_steps`` at the latest; samples beyond
+    them are not read.
 
     Raises ConfigError for an empty dataset and for invalid sizes.
     """
@@ -803,6 +879,7 @@ class EpochPlan:
     drop_last: bool = False
     shards: int | None = None
     max_steps: int | None = None
+    micro_batches_per_step: int = 1
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -814,9 +891,19 @@ class EpochPlan:
             raise ConfigError(
                 f"global_batch is {self.global_batch}", hint="it must be at least 1 sample"
             )
-        if self.drop_last and self.n < self.global_batch:
+        if not 1 <= self.micro_batches_per_step <= self.global_batch:
             raise ConfigError(
-                f"drop_last leaves no step: {self.n} samples, global batch of {self.global_batch}",
+                f"a global batch of {self.global_batch} samples cannot be divided into "
+                f"{self.micro_batches_per_step} micro-batches",
+                hint=f"use micro_batches=1 to {self.global_batch}, or a larger global_batch",
+            )
+        if not self._kept:
+            each = f" in {self.micro_batches_per_step} micro-batches" * (
+                self.micro_batches_per_step > 1
+            )
+            raise ConfigError(
+                f"drop_last leaves no step: {self.n} samples, global batch of "
+                f"{self.global_batch}{each}",
                 hint="use drop_last=False or a smaller global_batch",
             )
         if self.shards is not None and not 1 <= self.shards <= self.global_batch:
@@ -830,19 +917,32 @@ class EpochPlan:
     @property
     def steps(self) -> int:
         """The number of steps of an epoch, the same in every world."""
-        steps = self.n // self.global_batch if self.drop_last else -(-self.n // self.global_batch)
+        steps = -(-self._kept // self.global_batch)
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
     def samples(self) -> int:
         """The number of samples that an epoch reads: ``n`` minus dropped ones."""
-        return min(self.n, self.steps * self.global_batch)
+        return min(self._kept, self.steps * self.global_batch)
+
+    @property
+    def _kept(self) -> int:
+        """The number of samples that are not dropped by ``drop_last``."""
+        if not self.drop_last:
+            return self.n
+        return (
+            self.n
+            * self.micro_batches_per_step
+            // self.global_batch
+            * self.global_batch
+            // (self.micro_batches_per_step)
+        )
 
     def span(self, step: int) -> Span:
         """The global positions of ``step``; only the last step of an epoch may be smaller."""
         if not 0 <= step < self.steps:
             raise ConfigError(f"step {step} is outside the epoch of {self.steps} steps")
-        return step * self.global_batch, min((step + 1) * self.global_batch, self.n)
+        return step * self.global_batch, min((step + 1) * self.global_batch, self._kept)
 
     @property
     def max_world(self) -> int:
@@ -851,10 +951,11 @@ class EpochPlan:
 
     @property
     def max_world_of_pairs(self) -> int:
-        """The largest world of which each rank has two samples of every step, or of a full one, if
-        the last one has too few for any world; at least 1."""
+        """The largest world of which each rank has two samples of every micro-batch, or of those of
+        a full step, if the last one has too few for any world; at least 1."""
         start, stop = self.span(self.steps - 1)
-        pairs = [size // 2 for size in (self.global_batch, stop - start)]
+        sizes = (self.global_batch, stop - start)
+        pairs = [size // (2 * self.micro_batch_count(0, size, 1)) for size in sizes]
         return max(1, min([self.max_world, *filter(None, pairs)]))
 
     def check_world(self, rank: int, world: int) -> None:
@@ -883,7 +984,7 @@ class EpochPlan:
     ) -> list[Span]:
         """The share of ``rank`` divided into micro-batches, the same number on every rank.
 
-        At most ``micro_batch`` samples each; None: the complete share. An empty span denotes
+        At most ``micro_batch`` samples each; None: the plan's number of them. An empty span denotes
         a micro-batch that must run for its collectives, and must not count. With
         ``shards`` each micro-batch is one shard and ``micro_batch`` is ignored.
         """
@@ -904,7 +1005,7 @@ class EpochPlan:
             first, last = split(0, self.shards, 0, world)
             return last - first
         if micro_batch is None:
-            return 1
+            return -(-(stop - start) * self.micro_batches_per_step // self.global_batch)
         first, last = split(start, stop, 0, world)
         return -(-(last - first) // micro_batch)
 
@@ -925,7 +1026,7 @@ class EpochPlan:
 _READ_AHEAD = 32768
 
 # Default values of fields that states of older releases lack.
-_UNNAMED = {"sampler": None, "max_steps": None}
+_UNNAMED = {"sampler": None, "max_steps": None, "micro_batches": 1}
 _SINCE_LATER = ("subset",)  # not compared with states that lack them
 
 
@@ -959,6 +1060,8 @@ class RankStep:
     step: int
     global_samples: int
     micro_batches: tuple[MicroShare, ...]
+    positions: range  # in the epoch, of this rank's samples
+    ranks: int  # among which the step is divided
 
     @property
     def samples(self) -> int:
@@ -1004,6 +1107,7 @@ class ElasticSampler(DistributedSampler[int]):
         global_batch: int,
         shards: int | None = None,
         max_steps: int | None = None,
+        micro_batches: int = 1,
         draw: Draw | None = None,
         subset: str | None = None,
     ) -> None:
@@ -1012,10 +1116,13 @@ class ElasticSampler(DistributedSampler[int]):
         check_world(rank, world)
         self._subset = subset
         self.draw = draw or WholeDataset(size_of(dataset), shuffle=shuffle)
-        self.plan = EpochPlan(self.draw.n, global_batch, drop_last, shards, max_steps)
+        self.plan = EpochPlan(
+            self.draw.n, global_batch, drop_last, shards, max_steps, micro_batches
+        )
         super().__init__(dataset, world, rank, shuffle, seed, drop_last)
         self.step = 0
         self._order: tuple[int, Order] | None = None
+        self._began_with: tuple[int, str] | None = None  # an epoch, and the digest of its order
         self.set_world(rank, world)
 
     @property
@@ -1088,7 +1195,38 @@ class ElasticSampler(DistributedSampler[int]):
     def _order_of(self, epoch: int) -> Order:
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, self.draw.order(self.seed, epoch))
-        return self._order[1]
+        order = self._order[1]
+        if self._began_with is not None and self._began_with[0] == epoch:
+            self._check_order(epoch, order, self._began_with[1])
+        return order
+
+    def order_digest(self, epoch: int) -> str | None:
+        """The digest of the order of ``epoch``; None if it needs no comparison."""
+        return self._order_of(epoch).digest
+
+    @property
+    def begun_order(self) -> tuple[int, str] | None:
+        """The epoch in whose middle this position is, and the digest of its order; None if there is
+        none, or if no comparison is needed."""
+        if not self.step:
+            return None
+        if self._order is not None and self._order[0] == self.epoch:
+            digest = self._order[1].digest
+            return None if digest is None else (self.epoch, digest)
+        began = self._began_with
+        return began if began is not None and began[0] == self.epoch else None
+
+    def continue_order(self, began_with: tuple[int, str] | None) -> None:
+        """Refuse another order for an epoch that the job has begun with this one."""
+        self._began_with = began_with
+
+    def _check_order(self, epoch: int, order: Order, digest: str) -> None:
+        if order.digest != digest:
+            raise ConfigError(
+                f"the order of epoch {epoch} is {order.digest}, but the job has begun this epoch "
+                f"with the order {digest}: samples would be repeated and omitted",
+                hint=SAME_ORDER,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and everything that it depends on, as JSON values."""
@@ -1131,6 +1269,8 @@ class ElasticSampler(DistributedSampler[int]):
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
+            # Decides only what drop_last drops.
+            "micro_batches": self.plan.micro_batches_per_step if self.drop_last else 1,
             "shards": self.plan.shards,
             "subset": self._subset,
         }
@@ -1155,13 +1295,13 @@ class ElasticSampler(DistributedSampler[int]):
                 [part for pair in zip(ranges, shares, strict=True) for part in pair]
             )
             samples = iter(self.samples_at(position.epoch, read).tolist())
-            for number, ((start, stop), _, spans) in zip(chunk, steps, strict=True):
+            for number, ((start, stop), share, spans) in zip(chunk, steps, strict=True):
                 filler = next(samples)
                 micros = tuple(
                     MicroShare(tuple(islice(samples, last - first)), filler, first)
                     for first, last in spans
                 )
-                yield RankStep(position.epoch, number, stop - start, micros)
+                yield RankStep(position.epoch, number, stop - start, micros, range(*share), world)
             step = chunk.stop
 
     def _chunk(self, step: int, rank: int, world: int) -> range:

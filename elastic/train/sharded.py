@@ -41,7 +41,7 @@ from elastic.train.order import (
     others_without,
     write_present,
 )
-from elastic.train.reduction import NEARLY, Reduction
+from elastic.train.reduction import NEARLY, Filler, Reduction
 from elastic.train.sharding import (
     CurrentParameters,
     GradientFingerprints,
@@ -945,6 +945,7 @@ class ShardedModule:
         mesh = group.replica.mesh
         self._parts = FSDPParts(module)
         self._fsdp = self._parts.parts
+        self._filler = Filler()
         self.earlier = EarlierGradients(lambda: self.all_parameters, self._parts.gathered)
         check_coverage(module, self._fsdp, mesh)
         if group.replica.split_ties is not None:
@@ -1051,15 +1052,23 @@ class ShardedModule:
     def leave_world(self) -> None:
         """Release everything that belongs to the world, and FSDP's state of an interrupted step."""
         self.reduction.leave()
+        self._filler.end()
         self._fingerprints.end()
         self._in_world_parameters = ()
         if self.in_world:
             self.in_world = False
             self._parts.reset()
 
-    def begin_step(self, weight: float) -> None:
-        """Begin a step in which this rank has the fraction ``weight`` of the global batch."""
+    def begin_step(self, weight: float, *, has_samples: bool = True) -> None:
+        """Begin a step in which this rank's gradients have ``weight``, the fraction of its samples
+        in the global batch, or those of all ranks are equal. Without samples it reads a filler."""
         before = self.reduction.weight
+        self._filler.end()
+        if not has_samples and self._fsdp:
+            weight = 0.0  # FSDP's reduction multiplies the gradients of each pass
+        elif not has_samples:
+            weight = before if self.reduction.holds_unweighted else weight
+            self._filler.begin(self.all_parameters)
         is_held, is_unsummed = self.holds_gradients, self.reduction.holds_unweighted
         if abs(weight - before) > NEARLY and (is_held or is_unsummed):
             how = "under set_requires_gradient_sync(False)" if is_held else "in earlier steps"
@@ -1075,6 +1084,10 @@ class ShardedModule:
         if self._exchanges_samples and not self.reduction.has_even_share(weight):
             raise _uneven(weight)
         self.reduction.begin(weight)
+
+    def end_step(self) -> None:
+        """End a step: backward passes outside of steps add their gradients."""
+        self._filler.end()
 
     @property
     def holds_gradients(self) -> bool:

@@ -69,8 +69,12 @@ class StepBatch(Protocol):
         """The weight of this micro-batch's mean loss within the rank's share, 0 to 1."""
 
     @property
+    def rank_share(self) -> float:
+        """The rank's fraction of the global batch, 0 to 1."""
+
+    @property
     def rank_weight(self) -> float:
-        """The weight of the rank's share within the global batch, 0 to 1."""
+        """The weight of the rank's gradients, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,10 @@ class OwnBatch:
     rank_indices: tuple[int, ...] = ()
     rank_samples: int = 0
     weight: float = 1.0
+
+    @property
+    def rank_share(self) -> float:
+        return 1.0 / self.size
 
     @property
     def rank_weight(self) -> float:
@@ -153,11 +161,18 @@ class Step:
     @property
     def share(self) -> float:
         """This rank's fraction of the global batch, 0 to 1."""
+        return self._info.rank_share
+
+    @property
+    def rank_weight(self) -> float:
+        """The weight of this rank's gradients in their sum over the ranks, 0 to 1: the share, or
+        equal ones (``run.loader(…, weights="equal")``)."""
         return self._info.rank_weight
 
     @property
     def weight(self) -> float:
-        """The weight of the current micro-batch's mean loss within this rank's share."""
+        """The weight of the current micro-batch's loss within this rank's; with equal weights of
+        the ranks 1, or 0 for a filler."""
         self.is_weighted = True
         return self._info.weight
 

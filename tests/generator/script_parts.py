@@ -268,7 +268,7 @@ MODELS = (
         step_start="network.has_branch = (epoch + i) % 2 == 0",
         loss=PLAIN_LOSS,
         # has_branch is no state: in an evaluation, a replacement has another value.
-        excludes=("update:accumulated over batches", "evaluation"),
+        excludes=("accumulated over batches", "evaluation"),
     ),
     Part(
         kind="model",
@@ -425,7 +425,7 @@ class Gain(nn.Module):
         network.center.lerp_(torch.tensor(center), 0.2)
         """,
         loss=PLAIN_LOSS,
-        excludes=("update:micro-batches",),  # whose inputs come later
+        excludes=("micro-batches",),  # whose inputs come later
     ),
     Part(
         kind="model",
@@ -626,7 +626,7 @@ OPTIMIZERS = (
         build="optimizer = Normalized(model.parameters(), lr=0.05, momentum=0.5)",
         step="optimizer.step()",
         gives=("torch optimizer",),
-        excludes=("update:accumulated over batches",),
+        excludes=("accumulated over batches",),
     ),
     Part(
         kind="optimizer",
@@ -1169,7 +1169,26 @@ UPDATES = (
             optimizer.zero_grad()
             AFTER
         """,
+        gives=("accumulated over batches",),
         excludes=("tensor parallel",),  # refused: its gradients are summed once in a step
+    ),
+    Part(
+        kind="update",
+        name="accumulated under no_sync",
+        imports="from contextlib import nullcontext",
+        body="""
+        is_last = (i + 1) % 3 == 0 or i + 1 == len(loader)
+        with nullcontext() if is_last else model.no_sync():
+            LOSS
+            (loss / 3).backward()
+        if is_last:
+            GRADIENTS
+            STEP
+            optimizer.zero_grad()
+            AFTER
+        """,
+        gives=("accumulated over batches",),
+        excludes=("several wraps",),
     ),
     Part(
         kind="update",
@@ -1314,7 +1333,50 @@ UPDATES = (
         AFTER
         """,
         needs=("steps",),
-        excludes=("gradients:mean before the update", "scheduler:warm restarts by fraction"),
+        gives=("micro-batches",),
+        excludes=(
+            "gradients:mean before the update",
+            "scheduler:warm restarts by fraction",
+            "equal weights",
+        ),
+    ),
+    Part(
+        kind="update",
+        name="batches of a step read ahead",
+        imports="from contextlib import nullcontext",
+        body="""
+        optimizer.zero_grad()
+        batches = list(step)
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            with model.no_sync() if number < len(batches) else nullcontext():
+                LOSS
+                (loss * loader.share.mean_weights[number - 1]).backward()
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+        needs=("steps",),
+        gives=("micro-batches",),
+        excludes=(
+            "gradients:mean before the update",
+            "scheduler:warm restarts by fraction",
+            "several wraps",
+        ),
+    ),
+    Part(
+        kind="update",
+        name="loss normalised over all ranks",
+        is_shardable=True,
+        body="""
+        optimizer.zero_grad()
+        LOSS
+        (loss * loader.share.mean_weights[0]).backward()
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+        needs=("equal weights",),
+        gives=("weighted by shares",),
     ),
     Part(
         kind="update",
@@ -1428,7 +1490,7 @@ LOOPS = (
             BODY
         """,
         gives=("steps",),
-        needs=("update:micro-batches",),
+        needs=("micro-batches",),
     ),
 )
 
@@ -1449,7 +1511,7 @@ GRADIENTS = (
         run.state["norms"].append(norm.item())
         """,
         result='"norms": sum(run.state["norms"])',
-        excludes=("update:accumulated over batches",),
+        excludes=("accumulated over batches",),
     ),
     Part(
         kind="gradients",
@@ -1548,7 +1610,7 @@ LOGS = (
             run.mean(len(inputs), loss=loss.detach())
         """,
         gives=("collective after the update",),
-        excludes=("update:accumulated over batches",),
+        excludes=("accumulated over batches",),
     ),
     Part(
         kind="log",
@@ -1592,7 +1654,7 @@ LOGS = (
             run.log(**run.mean(len(inputs), loss=loss.detach()))
         """,
         gives=("collective after the update",),
-        excludes=("update:accumulated over batches",),
+        excludes=("accumulated over batches",),
     ),
     Part(
         kind="log",
@@ -1692,7 +1754,7 @@ STATES = (
         epoch_start="factor = 1 + 0.2 * torch.rand(()).item()",
         step_start="inputs = factor * inputs",
         draws_by_rank=True,
-        excludes=("update:micro-batches",),
+        excludes=("micro-batches",),
     ),
     Part(
         kind="state",
@@ -1803,7 +1865,7 @@ CHANGES = (
             for parameter in model.parameters():
                 parameter.data = parameter.data * 0.9
         """,
-        excludes=("update:accumulated over batches",),
+        excludes=("accumulated over batches",),
     ),
     Part(
         kind="change",
@@ -1832,7 +1894,7 @@ CHANGES = (
             bias = next(p for p in network.parameters() if p.dim() == 1)
             bias.data = -bias.data
         """,
-        excludes=("update:accumulated over batches",),
+        excludes=("accumulated over batches",),
     ),
     Part(
         kind="change",
@@ -1871,7 +1933,7 @@ CHANGES = (
                 dist.all_reduce(parameter.data)
                 parameter.data /= dist.get_world_size()
         """,
-        excludes=("update:accumulated over batches",),
+        excludes=("accumulated over batches",),
         gives=("collective after the update",),
     ),
     Part(
@@ -1955,7 +2017,7 @@ EVALUATIONS = (
         excludes=(
             "several wraps",
             "model:two outputs",
-            "update:accumulated over batches",
+            "accumulated over batches",
         ),
     ),
     Part(
@@ -1975,6 +2037,16 @@ EVALUATIONS = (
     ),
 )
 
+# A world also determines which samples are in the first micro-batch of a step.
+DEPENDS_ON_MICRO_BATCHES = (
+    "log:running mean of the loss",  # of the last one
+    "model:counting buffer",
+    "model:non-persistent buffer",
+    "model:extra state",
+    "model:forward hook",
+    "model:spectral norm",
+    "model:statistics over all ranks",
+)
 DATA = (
     Part(
         kind="data",
@@ -2040,6 +2112,74 @@ DATA = (
         loader="""
         loader = run.loader(DataLoader(Noisy(), batch_size=8, shuffle=True), global_batch=12)
         """,
+    ),
+    Part(
+        kind="data",
+        name="given order",
+        is_shardable=True,
+        define="""
+        def order(epoch):
+            generator = torch.Generator().manual_seed(7 + epoch)
+            indices = torch.randperm(44, generator=generator).tolist()
+            return indices + indices[:1]
+        """,
+        loader="""
+        loader = run.loader(
+            DataLoader(dataset, batch_size=4, shuffle=True), order=order, global_batch=12
+        )
+        """,
+    ),
+    Part(
+        kind="data",
+        name="given batches",
+        define="""
+        def batches_of(epoch):
+            generator = torch.Generator().manual_seed(7 + epoch)
+            return [part.tolist() for part in torch.randperm(44, generator=generator).split(3)]
+        """,
+        loader="""
+        loader = run.loader(
+            DataLoader(dataset, batch_size=3), order=batches_of, global_batch=4
+        )
+        """,
+    ),
+    Part(
+        kind="data",
+        name="several micro-batches",
+        loader="""
+        loader = run.loader(
+            DataLoader(dataset, batch_size=2, shuffle=True), micro_batches=2, global_batch=13
+        )
+        """,
+        needs=("steps",),
+        excludes=DEPENDS_ON_MICRO_BATCHES,
+    ),
+    Part(
+        kind="data",
+        name="two samples in the last step, equal weights",
+        is_shardable=True,
+        loader="""
+        loader = run.loader(
+            DataLoader(dataset, batch_size=8, shuffle=True), global_batch=14, weights="equal"
+        )
+        """,
+        needs=("weighted by shares",),
+        gives=("equal weights",),
+    ),
+    Part(
+        kind="data",
+        name="more micro-batches than samples, equal weights",
+        loader="""
+        loader = run.loader(
+            DataLoader(dataset, batch_size=2, shuffle=True),
+            micro_batches=6,
+            global_batch=9,
+            weights="equal",
+        )
+        """,
+        needs=("update:batches of a step read ahead",),
+        gives=("equal weights",),
+        excludes=DEPENDS_ON_MICRO_BATCHES,
     ),
     Part(
         kind="data",

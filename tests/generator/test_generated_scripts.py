@@ -96,6 +96,37 @@ def test_a_wrong_result_is_found_and_shrunk_to_its_part(runner: Runner) -> None:
     assert "scenario.json" in {path.name for path in Path(smallest.path).parent.iterdir()}
 
 
+EQUAL_WEIGHTS = (
+    BY_LABEL["update:loss normalised over all ranks"],
+    BY_LABEL["data:two samples in the last step, equal weights"],
+)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        REPLICAS,
+        pytest.param(MESH, marks=pytest.mark.slow),
+        pytest.param(BUILD, marks=pytest.mark.slow),
+        pytest.param(WHOLE, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_without_samples_add_nothing_to_equal_weights(runner: Runner, sharding: str) -> None:
+    parts = {**DEFAULTS, **{part.kind: part for part in EQUAL_WEIGHTS}}
+    scenario = Scenario(
+        seed=0,
+        script=Script(tuple(parts.values()), sharding=sharding, has_checkpoints=bool(sharding)),
+        way=RECOVERED,
+        size=3 if sharding in (WHOLE, BUILD) else 6,
+        rank=1,
+        line="optimizer.step()",
+        execution=4,  # the last step of an epoch: two samples
+    )
+    verdict = runner.run(scenario)
+    assert not verdict.failed, verdict.describe()
+    assert "optimizer.step()" in verdict.died_at
+
+
 DECAYED = BY_LABEL["update:gradients decayed instead of zeroed"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -224,6 +225,73 @@ def test_a_loader_yields_the_samples_of_the_committed_steps(
                 read += batch.tolist() if info.samples else []
         loader.advance()
     assert sorted(read) == list(range(n))
+
+
+@given(
+    n=st.integers(1, 90),
+    batch_size=st.integers(1, 5),
+    largest=st.integers(1, 6),
+    accumulated=st.integers(1, 7),
+    drop_last=st.booleans(),
+    weights=st.sampled_from(["samples", "equal"]),
+    worlds=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+)
+def test_steps_of_a_framework_are_divided_exactly(
+    n: int,
+    batch_size: int,
+    largest: int,
+    accumulated: int,
+    drop_last: bool,
+    weights: str,
+    worlds: list[int],
+) -> None:
+    """Update u has the samples of ``accumulated`` batches of all ranks of the largest world, in
+    any world: each once, contiguous and in order, in equally many micro-batches on each rank."""
+    each = batch_size * largest
+    complete = n // each * each if drop_last else n
+    if not complete:
+        return
+    shuffled = list(range(n))
+    random.Random(n).shuffle(shuffled)
+    loader = ElasticLoader(
+        DataLoader(TensorDataset(torch.arange(n)), batch_size, drop_last=drop_last),
+        largest_world=largest,
+        micro_batches=accumulated,
+        order=lambda epoch: shuffled,
+        weights=weights,
+    )
+    expected = [
+        shuffled[first : min(first + accumulated * each, complete)]
+        for first in range(0, complete, accumulated * each)
+    ]
+    assert len(loader) == len(expected)
+    assert loader.micro_batches_per_epoch == math.ceil(complete / each)
+    for world, (step, samples) in zip(itertools.cycle(worlds), enumerate(expected)):
+        world = min(world, accumulated * each)
+        first, total_weight, mean_weight = step * accumulated * each, 0.0, 0.0
+        read: list[int] = []
+        for rank in range(world):
+            batches = loader.batches(rank, world)
+            own = 0
+            for micro, (info, (batch,)) in enumerate(batches):
+                share = loader.share
+                assert (share.step, share.micro_batch) == (step, micro)
+                assert (share.ranks, share.total) == (world, len(samples))
+                assert len(share.micro_batches) == math.ceil(len(samples) / each)
+                part = share.micro_batches[micro]
+                assert part.start == first + own and part.stop <= share.positions.stop
+                assert info.samples == len(part)
+                read += batch.tolist() if info.samples else []
+                own += len(part)
+                mean_weight += info.rank_weight * share.mean_weights[micro]
+                if info.is_last_micro_batch:
+                    break
+            assert share.positions == range(first, first + own)
+            total_weight += info.rank_weight
+            first += own
+        assert read == samples
+        assert total_weight == pytest.approx(1) and mean_weight == pytest.approx(1)
+        loader.advance()
 
 
 @st.composite

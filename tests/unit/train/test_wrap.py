@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
-from elastic.errors import ConfigError, GroupAborted, TrainingError
+from elastic.errors import ConfigError, GroupAborted
 from elastic.groups.collectives import ReleasableGroup
 from elastic.groups.pending import pending_works
 from elastic.train import ddp
@@ -293,22 +295,59 @@ def test_a_module_may_have_no_trainable_parameters_at_first() -> None:
     model.leave_world()
 
 
+def pass_over_ones(model: ElasticDDP, *, is_reduced: bool, factor: float = 1.0) -> list[float]:
+    """The gradient of three equal weights after one more pass."""
+    with contextlib.nullcontext() if is_reduced else model.no_sync():
+        (factor * model(torch.ones(1, 3)).sum()).backward()
+    gradients = next(model.parameters()).grad
+    assert gradients is not None
+    return [float(value) for value in gradients[0]]
+
+
 @pytest.mark.usefixtures("group")
-def test_local_gradients_are_rescaled_to_a_new_share_or_rejected() -> None:
+def test_local_gradients_keep_the_weight_of_their_step() -> None:
     model = ElasticDDP(nn.Linear(3, 1, bias=False))
     model.enter_world()
     model.begin_step(0.5)
-    with model.no_sync():
-        model(torch.ones(1, 3)).sum().backward()
+    pass_over_ones(model, is_reduced=False)
     model.begin_step(0.25)
-    model(torch.ones(1, 3)).sum().backward()
-    found = next(model.parameters()).grad
-    assert found is not None and found.tolist() == [[0.75] * 3]  # 0.5 of one, 0.25 of the other
+    both = pass_over_ones(model, is_reduced=True)
+    assert both == [0.75] * 3  # 0.5 of one, 0.25 of the other
+    # .grad is what the sum over the ranks has left: each rank contributes its part of it again.
     model.begin_step(0.5)
-    with model.no_sync():
-        model(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(TrainingError, match=r"drop_last=True"):
-        model.begin_step(0.25)  # some of the gradients are reduced
+    pass_over_ones(model, is_reduced=False)
+    model.begin_step(0.25)
+    assert pass_over_ones(model, is_reduced=True) == [0.5 * (0.75 + 1) + 0.25] * 3
+    model.leave_world()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("factor", [1.0, math.nan], ids=["a filler", "a filler with a NaN"])
+def test_a_step_without_samples_adds_nothing_to_local_gradients(factor: float) -> None:
+    model = ElasticDDP(nn.Linear(3, 1, bias=False))
+    model.enter_world()
+    model.begin_step(0.5)
+    pass_over_ones(model, is_reduced=False)
+    model.begin_step(0.0, has_samples=False)
+    assert pass_over_ones(model, is_reduced=True, factor=factor) == [0.5] * 3
+    model.begin_step(0.5)  # the next one has samples again
+    model.zero_grad()
+    model.reduction.forget_gradients()
+    assert pass_over_ones(model, is_reduced=True) == [0.5] * 3
+    model.leave_world()
+
+
+@pytest.mark.usefixtures("group")
+def test_equal_weights_of_ranks_apply_to_one_without_samples() -> None:
+    """It has reduced gradients in ``.grad``, of which each rank contributes its part again."""
+    model = ElasticDDP(nn.Linear(3, 1, bias=False))
+    model.enter_world()
+    model.begin_step(0.5)
+    assert pass_over_ones(model, is_reduced=True) == [0.5] * 3
+    model.begin_step(0.5, has_samples=False)
+    assert pass_over_ones(model, is_reduced=True) == [0.25] * 3
+    model.end_step()
+    assert pass_over_ones(model, is_reduced=True) == [0.5 * (0.25 + 1)] * 3  # outside of steps
     model.leave_world()
 
 
