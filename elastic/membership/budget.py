@@ -9,13 +9,19 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elastic.errors import CheckpointRequired
-from elastic.membership.failures import is_consequence
+from elastic.membership.failures import (
+    COLLECTIVE_TIMEOUT,
+    FailureFacts,
+    is_consequence,
+    judge_failure,
+)
 from elastic.membership.records import FailureRecord
 from elastic.tracebacks import exception_line, exception_type, innermost_place, normalize
 from elastic.tuning.intervals import (
     FAILURE_WINDOW_S,
     HEALTHY_S,
     QUARANTINE_S,
+    Timeouts,
 )
 
 # Losses of a node, and reports against it, within this time are counted together.
@@ -99,7 +105,7 @@ def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> t
 # ----------------------------------------------------------------------------
 # Decides when a job stops, and which nodes to quarantine. Pure: time is passed as an argument.
 #
-# A job stops for one of four reasons:
+# A job stops for one of five reasons:
 #
 # - No rank of a world has the job's state, and there is no checkpoint. Every further world would
 #   start the same way, even if nodes fail alternately and none of them is at fault.
@@ -109,9 +115,10 @@ def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> t
 # - The same error broke three worlds in a row without progress. An error that occurs at a later
 #   step each time is progress.
 # - Worlds keep breaking without a healthy one in between: the budget is spent. Churn uses it up,
-#   too:
-#   nodes that are lost or leave repeatedly while the job makes no progress. Groups of live members
-#   that cannot be built do not: the network may return, and further attempts wait longer.
+#   too: nodes that are lost or leave repeatedly while the job makes no progress.
+# - As many worlds ended without a step, over the budget's whole window or longer. Only then do
+#   groups of live members that cannot be built count: the network may return, and each attempt
+#   takes seconds.
 #
 # A healthy world resets everything: one that made ``healthy_steps``, or lasted ``healthy_s`` if
 # steps are not known (restart mode).
@@ -150,8 +157,9 @@ class Breakage:
     counts: bool = True  # False: nodes are missing, which is not the job's fault
     step: int | None = None  # of the job, as known to its leader
     excluded: str = ""  # name of a node whose machine was at fault
-    verdict: str = ""  # on the first failure, for users
+    verdict: str = ""  # on the first failure, for users; without one, what a member reported
     response: str = ""  # the response to it
+    attempts: int = 1  # worlds in a row whose groups could not be built, counted as one breakage
 
     @property
     def is_failure(self) -> bool:
@@ -170,6 +178,11 @@ class Breakage:
         """Whether members reported a broken connection, but nobody had failed or was lost."""
         return self.counts and not (self.failures or self.lost or self.left)
 
+    @property
+    def began_s(self) -> float:
+        """When its world was formed."""
+        return self.at_s - self.lived_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class FailureBudget:
@@ -181,6 +194,7 @@ class FailureBudget:
     # In-process steps are never lost: twenty between failures are progress.
     healthy_steps: int = 20
     same_error: int = 3  # worlds in a row, or at one step, that the same error may break
+    collective_timeout_s: float = Timeouts.collective_timeout_s  # named in a reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +220,7 @@ def healthy(breakage: Breakage, policy: FailureBudget) -> bool:
     Steps can be slow: a world that lasted long and made a few also counts. A world without progress
     is not healthy, however long it lasts.
     """
-    lived_long = breakage.lived_s >= policy.healthy_s
+    lived_long = breakage.lived_s >= policy.healthy_s and not breakage.is_failed_build
     if breakage.steps is None:
         return lived_long
     return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > _LATE_STEPS)
@@ -237,6 +251,21 @@ def explained(unexplained: Breakage, cause: Breakage) -> tuple[Breakage, Breakag
     return replace(unexplained, counts=False), replace(cause, steps=steps, lived_s=lived_s)
 
 
+def continued(last: Breakage, breakage: Breakage) -> Breakage | None:
+    """The two breakages as one, if the groups of both worlds, one after the other, could not be
+    built; otherwise None. An outage of the network is one incident, however many attempts it
+    takes, and displaces no others."""
+    is_next = breakage.generation == last.generation + 1 and not breakage.steps
+    if not (last.is_failed_build and breakage.is_failed_build and is_next):
+        return None
+    return replace(
+        breakage,
+        lived_s=breakage.at_s - last.began_s,
+        steps=last.steps,
+        attempts=last.attempts + breakage.attempts,
+    )
+
+
 def departed_again(
     names: Iterable[str], history: Sequence[Breakage], generation: int, since_s: float
 ) -> tuple[str, ...]:
@@ -257,6 +286,7 @@ def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> S
         or _same_error_at_one_step(history, policy)
         or _same_error_in_a_row(history, policy)
         or _budget_spent(history, now, policy)
+        or _no_step_made(history, policy)
     )
 
 
@@ -410,13 +440,70 @@ def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget
     return StopJob(reason=reason, exit_code=70)
 
 
+def _no_step_made(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:
+    """More worlds than the budget ended without a step, over its window or longer.
+
+    Each of them may take longer than the window has time for: the build of a group whose peers
+    do not answer, a collective that times out.
+    """
+    row = _row_without_a_step(history, policy)
+    worlds = sum(b.attempts for b in row if b.counts or b.is_failed_build)
+    if worlds <= policy.budget or not (row[0].counts or row[0].is_failed_build):
+        return None
+    lasted_s = row[0].at_s - row[-1].began_s
+    if lasted_s < policy.failure_window_s:
+        return None
+    reason = (
+        f"{worlds} worlds in a row ended without a step within {lasted_s:.0f} s; the last was "
+        f"generation {row[0].generation} ({what_broke(row[0])})"
+    )
+    return StopJob(reason=f"{reason}\n{_remedy(row, policy)}", exit_code=70)
+
+
+def _row_without_a_step(history: Sequence[Breakage], policy: FailureBudget) -> list[Breakage]:
+    """The last breakages between which the job made no step, newest first."""
+    row: list[Breakage] = []
+    for breakage in reversed(history):
+        is_known = breakage.steps is not None
+        has_stepped = (breakage.steps or 0) > _LATE_STEPS or healthy(breakage, policy)
+        # Steps before a group that could not be built were made in the world before.
+        if has_stepped and not breakage.is_failed_build:
+            break
+        # A world that was replaced without breaking is not in the history.
+        if row and not is_known and row[-1].began_s - breakage.at_s >= policy.healthy_s:
+            break
+        row.append(breakage)
+        if has_stepped:
+            break
+    return row
+
+
+def _remedy(row: Sequence[Breakage], policy: FailureBudget) -> str:
+    last = row[0]
+    if judge_failure(FailureFacts(text=last.verdict)).rule == COLLECTIVE_TIMEOUT:
+        longest_s = max(b.lived_s for b in row if b.is_unexplained or b is last)
+        return (
+            "a collective ends after collective_timeout_s="
+            f"{policy.collective_timeout_s:g}, and a rank arrived later each time (it read data, "
+            f"evaluated or saved); these worlds lasted up to {longest_s:.0f} s: set "
+            "collective_timeout_s in --rdzv-conf well above that, or make that rank faster"
+        )
+    if last.is_failed_build:
+        return (
+            "run `elastic doctor` on these nodes: all ports must be open between them (a "
+            "firewall), on the network that the agents announce (--local-addr, "
+            "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+        )
+    return "read the logs of these nodes at these times, and fix the errors"
+
+
 def what_broke(breakage: Breakage) -> str:
     """In one sentence: the lost nodes, those that left, and the most informative line of each
     error."""
     parts = [f"{name} lost" for name in breakage.lost]
     parts += [f"{name} left" for name in breakage.left]
     parts += [f"{f.node}: {error_line(f)}" for f in breakage.failures]
-    return "; ".join(parts) or "no failure was reported"
+    return "; ".join(parts) or breakage.verdict or "no failure was reported"
 
 
 def error_line(failure: Failure) -> str:

@@ -18,6 +18,7 @@ from elastic.tracebacks import exception_line, exception_of, exception_type
 # because their texts are often wrapped in exceptions of the script.
 
 REFUSED = "refused"
+COLLECTIVE_TIMEOUT = "collective-timeout"
 _NO_MATCH = r"(?!)"  # a pattern that matches nowhere
 
 
@@ -293,7 +294,7 @@ RULES: tuple[Rule, ...] = (
         is_consequence=True,
     ),
     _rule(
-        "collective-timeout",
+        COLLECTIVE_TIMEOUT,
         Action.RESTART,
         Confidence.MEDIUM,
         "a collective timed out: another rank was missing from it",
