@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +12,9 @@ from typing import NamedTuple
 from elastic.errors import CheckpointRequired
 from elastic.membership.failures import (
     COLLECTIVE_TIMEOUT,
-    FailureFacts,
+    GROUP_NOT_BUILT,
     is_consequence,
-    judge_failure,
+    rule_of,
 )
 from elastic.membership.records import FailureRecord
 from elastic.tracebacks import exception_line, exception_type, innermost_place, normalize
@@ -24,6 +25,8 @@ from elastic.tuning.intervals import (
     Timeouts,
 )
 
+# A node that is quarantined again and again is so for up to this many times quarantine_s.
+MAX_DOUBLED = 32
 # Losses of a node, and reports against it, within this time are counted together.
 FLAP_WINDOW_S = 120.0
 
@@ -44,6 +47,9 @@ class FailedBuilds:
 
     def __init__(self) -> None:
         self._streaks: dict[frozenset[str], int] = {}
+        # For which nodes were excluded. If the next group with them cannot be built either, the
+        # cause has not gone, and two more attempts would only delay the others.
+        self._known: set[frozenset[str]] = set()
 
     def failed(
         self,
@@ -65,13 +71,17 @@ class FailedBuilds:
             cause: self._streaks.get(cause, 0) + 1
             for cause in {cause for of_node in causes.values() for cause in of_node}
         }
+        if has_run:  # these members had connected to each other
+            self._known = {cause for cause in self._known if not cause <= set(members)}
         out = tuple(
             node
             for node, of_node in causes.items()
             if max(self._streaks[cause] for cause in of_node) >= IN_A_ROW
+            or not self._known.isdisjoint(of_node)
         )
         for cause in (cause for node in out for cause in causes[node]):
             self._streaks.pop(cause, None)
+            self._known.add(cause)
         return out
 
 
@@ -174,6 +184,13 @@ class Breakage:
         return not (self.counts or self.failures or self.lost or self.left)
 
     @property
+    def is_unbuilt(self) -> bool:
+        """Whether its group could not be built, so that it made no step. Workers that have no
+        link to their agent fail with torch's errors for that."""
+        rules = (rule_of(failure.text) for failure in self.failures)
+        return self.is_failed_build or GROUP_NOT_BUILT in rules
+
+    @property
     def is_unexplained(self) -> bool:
         """Whether members reported a broken connection, but nobody had failed or was lost."""
         return self.counts and not (self.failures or self.lost or self.left)
@@ -220,7 +237,7 @@ def healthy(breakage: Breakage, policy: FailureBudget) -> bool:
     Steps can be slow: a world that lasted long and made a few also counts. A world without progress
     is not healthy, however long it lasts.
     """
-    lived_long = breakage.lived_s >= policy.healthy_s and not breakage.is_failed_build
+    lived_long = breakage.lived_s >= policy.healthy_s and not breakage.is_unbuilt
     if breakage.steps is None:
         return lived_long
     return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > _LATE_STEPS)
@@ -480,7 +497,7 @@ def _row_without_a_step(history: Sequence[Breakage], policy: FailureBudget) -> l
 
 def _remedy(row: Sequence[Breakage], policy: FailureBudget) -> str:
     last = row[0]
-    if judge_failure(FailureFacts(text=last.verdict)).rule == COLLECTIVE_TIMEOUT:
+    if rule_of(last.verdict) == COLLECTIVE_TIMEOUT:
         longest_s = max(b.lived_s for b in row if b.is_unexplained or b is last)
         return (
             "a collective ends after collective_timeout_s="
@@ -488,7 +505,7 @@ def _remedy(row: Sequence[Breakage], policy: FailureBudget) -> str:
             f"evaluated or saved); these worlds lasted up to {longest_s:.0f} s: set "
             "collective_timeout_s in --rdzv-conf well above that, or make that rank faster"
         )
-    if last.is_failed_build:
+    if last.is_unbuilt:
         return (
             "run `elastic doctor` on these nodes: all ports must be open between them (a "
             "firewall), on the network that the agents announce (--local-addr, "
@@ -513,7 +530,8 @@ def error_line(failure: Failure) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FlapPolicy:
-    """How often a node may be lost or reported before it is quarantined for ``quarantine_s``."""
+    """How often a node may be lost or reported before it is quarantined for ``quarantine_s``, and
+    for twice as long each further time without a pause in between."""
 
     losses: int = 3
     first_failures: int = 3
@@ -531,6 +549,7 @@ class FlapTracker:
         self._failed_first = ""
         self._first_failures: list[float] = []
         self._until: dict[str, float] = {}
+        self._last_s: dict[str, float] = {}  # the duration of each last quarantine
 
     def lost(self, node: str, now: float) -> None:
         """A node was lost. The third time within ``flap_window_s`` it is quarantined."""
@@ -574,10 +593,24 @@ class FlapTracker:
     def quarantine(self, node: str, now: float) -> None:
         """Exclude this node for ``quarantine_s``. ``node`` is a name, or an id if the node is
         alive: several agents of one machine may share a name."""
-        self._until[node] = now + self._policy.quarantine_s
+        last_s = self._last_s.get(node, 0.0)
+        if now >= self._until.get(node, math.inf):  # otherwise it is the same incident
+            is_again = now < self._forgotten_at_s(node)
+            last_s = min(2 * last_s, self._longest_s) if is_again else 0.0
+        self._last_s[node] = last_s or self._policy.quarantine_s
+        self._until[node] = now + self._last_s[node]
+
+    @property
+    def _longest_s(self) -> float:
+        return MAX_DOUBLED * self._policy.quarantine_s
+
+    def _forgotten_at_s(self, node: str) -> float:
+        """Until when another quarantine is a consequence of what caused the last one."""
+        return self._until[node] + max(self._last_s[node], self._policy.flap_window_s)
 
     def _forget(self, now: float) -> None:
         # Names of nodes that join and leave for weeks must not accumulate.
         horizon = now - self._policy.flap_window_s
         self._losses = {n: t for n, t in self._losses.items() if t[-1] >= horizon}
-        self._until = self.quarantined(now)
+        self._until = {n: t for n, t in self._until.items() if now < self._forgotten_at_s(n)}
+        self._last_s = {n: s for n, s in self._last_s.items() if n in self._until}
