@@ -509,8 +509,26 @@ class FailureAccounting:
         members = broken.members
         reports = {t.node_id: t.unreachable for t in members.failure_reports if t.unreachable}
         nodes, has_run = members.world.node_ids, members.has_run
-        for node_id in self._builds.failed(nodes, reports, has_run=has_run):
+        out = self._builds.failed(nodes, reports, has_run=has_run)
+        if not has_run:
+            out = self._joining_without_contact(broken, reports) or out
+        for node_id in out:
             self.flaps.quarantine(node_id, now)
+            others = [
+                m.name for m in members.world.members if node_id in reports.get(m.node_id, ())
+            ]
+            if others:
+                self._tell_why(node_id, f"{listed(others)} cannot reach it")
+
+    def _joining_without_contact(
+        self, broken: Broken, reports: Mapping[str, tuple[str, ...]]
+    ) -> tuple[str, ...]:
+        """Nodes that have just joined, and that do not reach a member, or are not reached by one:
+        further attempts would keep the others from training."""
+        world = broken.members.world
+        apart = {node_id for one, others in reports.items() for node_id in (one, *others)}
+        joined = {n for n in apart if self._joined_in.get(n) == world.generation}
+        return tuple(n for n in world.node_ids if n in joined and len(joined) < len(world.members))
 
 
 def _was_killed(failed: Failed) -> bool:

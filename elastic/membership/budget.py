@@ -47,9 +47,6 @@ class FailedBuilds:
 
     def __init__(self) -> None:
         self._streaks: dict[frozenset[str], int] = {}
-        # For which nodes were excluded. If the next group with them cannot be built either, the
-        # cause has not gone, and two more attempts would only delay the others.
-        self._known: set[frozenset[str]] = set()
 
     def failed(
         self,
@@ -71,17 +68,13 @@ class FailedBuilds:
             cause: self._streaks.get(cause, 0) + 1
             for cause in {cause for of_node in causes.values() for cause in of_node}
         }
-        if has_run:  # these members had connected to each other
-            self._known = {cause for cause in self._known if not cause <= set(members)}
         out = tuple(
             node
             for node, of_node in causes.items()
             if max(self._streaks[cause] for cause in of_node) >= IN_A_ROW
-            or not self._known.isdisjoint(of_node)
         )
         for cause in (cause for node in out for cause in causes[node]):
             self._streaks.pop(cause, None)
-            self._known.add(cause)
         return out
 
 

@@ -571,6 +571,29 @@ def test_attempts_to_build_a_group_wait_longer_each_time() -> None:
     assert max(pauses) == pauses[-1] == BUILD_BACKOFF_CAP_S
 
 
+@pytest.mark.parametrize(
+    ("reporter", "unreachable", "excluded"),
+    [("id-n3", "id-n1", {"id-n3"}), ("id-n1", "id-n3", {"id-n3"}), ("id-n1", "id-n2", set())],
+)
+def test_a_joining_node_that_cannot_be_reached_stops_the_others_for_one_build(
+    reporter: str, unreachable: str, excluded: set[str]
+) -> None:
+    accounting = joined_s_ago(1.0)
+    report = FailureReport(
+        node_id=reporter, generation=8, error="GroupBuildFailed", unreachable=(unreachable,)
+    )
+    before = [
+        runs("n1", SEVEN),
+        runs("n2", SEVEN),
+        seen(node("n3", NodeState.READY, in_process=True)),
+    ]
+    v = replace(view(EIGHT, *before, failure_reports=(report,)), failing_since_s=NOW - 9)
+    assert accounting.count(broken(v), None, NOW) is None
+    assert set(accounting.flaps.quarantined(NOW)) == excluded
+    if reporter == "id-n1" and excluded:
+        assert accounting.quarantine_reasons["id-n3"] == "n1 cannot reach it"
+
+
 def timed_out(generation: int, since_s: float) -> Broken:
     """Its collectives timed out; all members are alive."""
     group = replace(SEVEN, generation=generation)

@@ -28,17 +28,6 @@ def test_an_exclusion_resets_the_count() -> None:
     assert after(*[WAITED_FOR_B] * 4) == ()
 
 
-def test_a_node_that_returns_to_a_group_that_cannot_be_built_is_excluded_at_once() -> None:
-    counter = FailedBuilds()
-    for _ in range(2):
-        assert counter.failed(MEMBERS, WAITED_FOR_B, has_run=False) == ()
-    assert counter.failed(MEMBERS, WAITED_FOR_B, has_run=False) == ("b",)
-    assert counter.failed(("a", "c"), {}) == (), "a group without it breaks"
-    assert counter.failed(MEMBERS, WAITED_FOR_B, has_run=False) == ("b",)
-    assert counter.failed(MEMBERS, WAITED_FOR_B) == (), "it was built with b"
-    assert counter.failed(MEMBERS, WAITED_FOR_B, has_run=False) == ()
-
-
 @pytest.mark.parametrize("other", [{}, {"a": ("c",)}])
 def test_a_build_broken_by_other_members_or_none_resets_the_count(
     other: Mapping[str, Sequence[str]],
