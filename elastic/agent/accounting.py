@@ -549,16 +549,21 @@ def _is_failed_build(broken: Broken) -> bool:
 
 
 def _reported(broken: Broken) -> str:
-    """What a member has reported, if no worker failed and no node is gone: of a peer that it
-    cannot reach, if a report names one."""
+    """What members have reported, if no worker failed and no node is gone: of peers that they
+    cannot reach, if reports name any."""
     members = broken.members
     if broken.failures or members.gone or not members.failure_reports:
         return ""
     names = {m.node_id: m.name for m in members.world.members}
-    report = max(members.failure_reports, key=lambda r: bool(r.unreachable))
-    others = [names[i] for i in report.unreachable if i in names and i != report.node_id]
-    place = f"{names[report.node_id]} cannot reach {listed(others)}" if others else ""
-    return f"{place or names[report.node_id]}: {exception_line(report.error)}"[:_VERDICT_CHARS]
+    sentences, apart = [], []
+    for report in members.failure_reports:
+        reporter, error = names[report.node_id], exception_line(report.error)[:_VERDICT_CHARS]
+        others = [names[i] for i in report.unreachable if i in names and i != report.node_id]
+        if others:
+            apart.append(f"{reporter} cannot reach {listed(others)}: {error}")
+        sentences.append(f"{reporter}: {error}")
+    # Both ends of a connection, of which one knows the address.
+    return "; ".join(sorted(apart)[:2] or sentences[:1])
 
 
 def _is_job_failure(broken: Broken) -> bool:

@@ -179,9 +179,10 @@ class Breakage:
     @property
     def is_unbuilt(self) -> bool:
         """Whether its group could not be built, so that it made no step. Workers that have no
-        link to their agent fail with torch's errors for that."""
-        rules = (rule_of(failure.text) for failure in self.failures)
-        return self.is_failed_build or GROUP_NOT_BUILT in rules
+        link to their agent fail with torch's errors for that. (In restart mode a member runs its
+        world before the group is built.)"""
+        texts = [failure.text for failure in self.failures] or [self.verdict]
+        return self.is_failed_build or GROUP_NOT_BUILT in map(rule_of, texts)
 
     @property
     def is_unexplained(self) -> bool:

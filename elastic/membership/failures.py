@@ -302,7 +302,7 @@ RULES: tuple[Rule, ...] = (
         r"client socket has timed out after",
         r"timed out after \d+ seconds waiting for clients",
         r"connectfullmesh failed",
-        r"^(elastic\.errors\.)?groupbuildfailed: ",
+        r"\bgroupbuildfailed: ",
         is_consequence=True,
     ),
     _rule(
