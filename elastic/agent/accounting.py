@@ -78,6 +78,7 @@ def to_record(breakage: budget.Breakage, time_s: float) -> BreakageRecord:
         excluded=breakage.excluded,
         verdict=breakage.verdict,
         response=breakage.response,
+        attempts=breakage.attempts,
     )
 
 
@@ -100,6 +101,7 @@ def from_record(record: BreakageRecord, at_s: float) -> budget.Breakage:
         excluded=record.excluded,
         verdict=record.verdict,
         response=record.response,
+        attempts=record.attempts,
     )
 
 
@@ -167,6 +169,7 @@ class FailureAccounting:
             budget=options.failure_budget,
             failure_window_s=options.failure_window_s,
             healthy_s=options.healthy_s,
+            collective_timeout_s=options.collective_timeout_s,
         )
         self._breakages: list[budget.Breakage] = []
         self.flaps = budget.FlapTracker(budget.FlapPolicy(quarantine_s=options.quarantine_s))
@@ -217,7 +220,7 @@ class FailureAccounting:
     def retry_at_s(self) -> float | None:
         """When the next group is attempted, if several could not be built in a row."""
         row = itertools.takewhile(lambda b: b.is_failed_build, reversed(self._breakages))
-        in_a_row = len(list(row))
+        in_a_row = sum(b.attempts for b in row)
         if in_a_row < IN_A_ROW:
             return None
         pause_s = min(BUILD_BACKOFF_CAP_S, 2.0 ** (in_a_row - IN_A_ROW))
@@ -313,6 +316,7 @@ class FailureAccounting:
             counts=not _is_failed_build(broken),
             steps=steps if is_own else self._steps_since_change(step_rate),
             step=step_rate.step if step_rate is not None else None,
+            verdict=_reported(broken),
         )
         if is_own:
             return breakage
@@ -346,6 +350,9 @@ class FailureAccounting:
         self, breakage: budget.Breakage, now: float, stop: budget.StopJob | None = None
     ) -> budget.StopJob | None:
         """Record a breakage. Returns the reason if the job must stop."""
+        if self._breakages and (one := budget.continued(self._breakages[-1], breakage)):
+            del self._breakages[-1]
+            breakage = one
         # Older ones are never evaluated.
         most = max(self._policy.budget + 2, REMEMBERED)
         self._breakages = newest([*self._breakages, breakage], most)
@@ -502,8 +509,26 @@ class FailureAccounting:
         members = broken.members
         reports = {t.node_id: t.unreachable for t in members.failure_reports if t.unreachable}
         nodes, has_run = members.world.node_ids, members.has_run
-        for node_id in self._builds.failed(nodes, reports, has_run=has_run):
+        out = self._builds.failed(nodes, reports, has_run=has_run)
+        if not has_run:
+            out = self._joining_without_contact(broken, reports) or out
+        for node_id in out:
             self.flaps.quarantine(node_id, now)
+            others = [
+                m.name for m in members.world.members if node_id in reports.get(m.node_id, ())
+            ]
+            if others:
+                self._tell_why(node_id, f"{listed(others)} cannot reach it")
+
+    def _joining_without_contact(
+        self, broken: Broken, reports: Mapping[str, tuple[str, ...]]
+    ) -> tuple[str, ...]:
+        """Nodes that have just joined, and that do not reach a member, or are not reached by one:
+        further attempts would keep the others from training."""
+        world = broken.members.world
+        apart = {node_id for one, others in reports.items() for node_id in (one, *others)}
+        joined = {n for n in apart if self._joined_in.get(n) == world.generation}
+        return tuple(n for n in world.node_ids if n in joined and len(joined) < len(world.members))
 
 
 def _was_killed(failed: Failed) -> bool:
@@ -521,6 +546,24 @@ def _is_failed_build(broken: Broken) -> bool:
     members = broken.members
     is_built = members.has_run or not members.failure_reports
     return not (is_built or members.out or members.gone or broken.failures)
+
+
+def _reported(broken: Broken) -> str:
+    """What members have reported, if no worker failed and no node is gone: of peers that they
+    cannot reach, if reports name any."""
+    members = broken.members
+    if broken.failures or members.gone or not members.failure_reports:
+        return ""
+    names = {m.node_id: m.name for m in members.world.members}
+    sentences, apart = [], []
+    for report in members.failure_reports:
+        reporter, error = names[report.node_id], exception_line(report.error)[:_VERDICT_CHARS]
+        others = [names[i] for i in report.unreachable if i in names and i != report.node_id]
+        if others:
+            apart.append(f"{reporter} cannot reach {listed(others)}: {error}")
+        sentences.append(f"{reporter}: {error}")
+    # Both ends of a connection, of which one knows the address.
+    return "; ".join(sorted(apart)[:2] or sentences[:1])
 
 
 def _is_job_failure(broken: Broken) -> bool:
@@ -577,9 +620,12 @@ def render(done: Done, keys: Keys) -> str:
 
 def _entry(breakage: BreakageRecord) -> list[str]:
     progress = "" if breakage.steps is None else f", {breakage.steps} steps since the previous one"
+    lived = f"lived {breakage.lived_s:.0f} s"
+    if breakage.attempts > 1:
+        lived = f"{breakage.attempts} groups could not be built within {breakage.lived_s:.0f} s"
     lines = [
         f"{_utc(breakage.time_s)}  generation {breakage.generation}, "
-        f"step {_known(_step(breakage))}: lived {breakage.lived_s:.0f} s{progress}",
+        f"step {_known(_step(breakage))}: {lived}{progress}",
         *(f"    {name}: lost" for name in breakage.lost),
         *(f"    {name}: left" for name in breakage.left),
         *(f"    {failure.node}: {_error(failure)}" for failure in _shown(breakage)),

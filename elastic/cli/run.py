@@ -34,6 +34,7 @@ from elastic.tuning.environment import human
 from elastic.tuning.intervals import (
     CLI_POLL_S,
 )
+from elastic.tuning.options import signals_to_handle
 
 # How often a progress bar of a local node is printed as a line. It is redrawn ten times a second.
 CLI_BAR_S = 5.0
@@ -340,22 +341,7 @@ def _check_workers(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--shutdown-timeout={timeout_s} is negative", hint="give a number of seconds"
         )
-    signals_to_handle(args)
-
-
-def signals_to_handle(args: argparse.Namespace) -> set[signal.Signals]:
-    """The signals of ``--signals-to-handle``. Raises ConfigError for a name that is none, or that
-    of a signal that no process can handle: torch omits both with a warning."""
-    names = [name.strip() for name in str(args.signals_to_handle).split(",") if name.strip()]
-    known = {s.name: s for s in signal.Signals if s not in (signal.SIGKILL, signal.SIGSTOP)}
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"--signals-to-handle={args.signals_to_handle}: {name!r} is not a signal that a "
-                f"process can handle{nearest(name, known)}",
-                hint="for example --signals-to-handle=SIGTERM,SIGINT,SIGUSR1",
-            )
-    return {known[name] for name in names}
+    signals_to_handle(args.signals_to_handle)
 
 
 def most_local_nodes(args: argparse.Namespace, memory_bytes: int | None = None) -> int:
@@ -840,7 +826,7 @@ def agent_command(args: argparse.Namespace) -> list[str]:
 
 def run_local(args: argparse.Namespace) -> int:
     """Run ``args.nodes_local`` agents until the last has ended."""
-    signals = signals_to_handle(args)
+    signals = signals_to_handle(args.signals_to_handle)
     with stop_on_signals(signals) as stop, LocalNodes(_print_line) as nodes:
         for index in range(args.nodes_local):
             if stop.signum is not None:

@@ -628,6 +628,8 @@ def incident(breakage: BreakageRecord) -> str:
     parts += [f"{printable(name, 60)} left" for name in breakage.left]
     failed = dict.fromkeys(f.node for f in breakage.failures if f.node not in breakage.lost)
     parts += [f"a worker of {printable(name, 60)} failed" for name in failed]
+    if breakage.attempts > 1:
+        return f"{breakage.attempts} process groups could not be built"
     return ", ".join(parts) or "cause unknown"
 
 

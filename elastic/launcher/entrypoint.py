@@ -55,7 +55,11 @@ def create_handler(parameters: Any) -> Any:
     from elastic.launcher.handler import create, exit_on_signal
     from elastic.launcher.launch import ProgramSignals, ending
 
-    launcher, signals = torch_agent.launcher(), ProgramSignals()
+    launcher = torch_agent.launcher()
+    try:
+        signals = ProgramSignals()
+    except ElasticError as error:
+        raise ending(error, launcher) from error
     # Until the launch has its own: reaching etcd may take a while.
     signals.handle(leave_at_once(exit_on_signal(launcher)))
     handler = None

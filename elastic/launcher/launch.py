@@ -438,14 +438,12 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 
 class ProgramSignals:
     """The handlers at the time of its creation. Only the main thread handles signals: on another
-    thread nothing is replaced, and so nothing is saved."""
+    thread nothing is replaced, and so nothing is saved. Raises ConfigError for a name in
+    ``--signals-to-handle`` that is no signal."""
 
     def __init__(self) -> None:
-        names = {"SIGTERM", *torch_agent.handled_signals()}
-        numbers = {_signal_number(name) for name in names} if _is_main_thread() else set()
-        self._kept: dict[int, _Handler] = {
-            number: signal.getsignal(number) for number in numbers if number is not None
-        }
+        handled = {signal.SIGTERM, *torch_agent.handled_signals()} if _is_main_thread() else ()
+        self._kept: dict[int, _Handler] = {number: signal.getsignal(number) for number in handled}
         self._names = os.environ.get(torch_agent.SIGNALS_VARIABLE)
 
     def handle(self, handler: Callable[[int, FrameType | None], object]) -> None:
@@ -481,17 +479,6 @@ class ProgramSignals:
         for number, kept in self._kept.items():
             if signal.getsignal(number) is ours and kept is not None:
                 signal.signal(number, _of_new_process(number) if is_worker else kept)
-
-
-def _signal_number(name: str) -> int | None:
-    """The number of a signal that a process can handle; None, with a warning, for another name."""
-    number = getattr(signal, name, None)
-    if isinstance(number, signal.Signals) and number not in (signal.SIGKILL, signal.SIGSTOP):
-        return number
-    get_logger().warning(
-        "--signals-to-handle: %r is not a signal that a process can handle, and is omitted", name
-    )
-    return None
 
 
 def _of_new_process(number: int) -> _Handler:

@@ -30,6 +30,7 @@ from elastic.membership.failures import is_consequence
 from elastic.membership.records import Member
 from elastic.telemetry.log import get_logger
 from elastic.tracebacks import exception_of, shorten
+from elastic.tuning.options import signals_to_handle
 
 # ----------------------------------------------------------------------------
 # A worker's function, for processes that do not inherit the agent's environment.
@@ -180,11 +181,13 @@ def install_no_handlers() -> None:
     os.environ[SIGNALS_VARIABLE] = ""
 
 
-def handled_signals() -> list[str]:
-    """The names of the signals for which torch installs handlers that it never removes."""
+def handled_signals() -> frozenset[signal.Signals]:
+    """The signals for which torch installs handlers that it never removes.
+
+    Raises ConfigError for a name that is no signal.
+    """
     # (Empty: this process was started by an agent, in which torch handles none.)
-    handled = os.environ.get(SIGNALS_VARIABLE) or SIGNALS_BY_DEFAULT
-    return [name.strip() for name in handled.split(",") if name.strip()]
+    return signals_to_handle(os.environ.get(SIGNALS_VARIABLE) or SIGNALS_BY_DEFAULT)
 
 
 def calling_agent() -> CallingAgent:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elastic.errors import CheckpointRequired
-from elastic.membership.failures import is_consequence
+from elastic.membership.failures import (
+    COLLECTIVE_TIMEOUT,
+    GROUP_NOT_BUILT,
+    is_consequence,
+    rule_of,
+)
 from elastic.membership.records import FailureRecord
 from elastic.tracebacks import exception_line, exception_type, innermost_place, normalize
 from elastic.tuning.intervals import (
     FAILURE_WINDOW_S,
     HEALTHY_S,
     QUARANTINE_S,
+    Timeouts,
 )
 
+# A node that is quarantined again and again is so for up to this many times quarantine_s.
+MAX_DOUBLED = 32
 # Losses of a node, and reports against it, within this time are counted together.
 FLAP_WINDOW_S = 120.0
 
@@ -99,7 +108,7 @@ def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> t
 # ----------------------------------------------------------------------------
 # Decides when a job stops, and which nodes to quarantine. Pure: time is passed as an argument.
 #
-# A job stops for one of four reasons:
+# A job stops for one of five reasons:
 #
 # - No rank of a world has the job's state, and there is no checkpoint. Every further world would
 #   start the same way, even if nodes fail alternately and none of them is at fault.
@@ -109,9 +118,10 @@ def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> t
 # - The same error broke three worlds in a row without progress. An error that occurs at a later
 #   step each time is progress.
 # - Worlds keep breaking without a healthy one in between: the budget is spent. Churn uses it up,
-#   too:
-#   nodes that are lost or leave repeatedly while the job makes no progress. Groups of live members
-#   that cannot be built do not: the network may return, and further attempts wait longer.
+#   too: nodes that are lost or leave repeatedly while the job makes no progress.
+# - As many worlds ended without a step, over the budget's whole window or longer. Only then do
+#   groups of live members that cannot be built count: the network may return, and each attempt
+#   takes seconds.
 #
 # A healthy world resets everything: one that made ``healthy_steps``, or lasted ``healthy_s`` if
 # steps are not known (restart mode).
@@ -150,8 +160,9 @@ class Breakage:
     counts: bool = True  # False: nodes are missing, which is not the job's fault
     step: int | None = None  # of the job, as known to its leader
     excluded: str = ""  # name of a node whose machine was at fault
-    verdict: str = ""  # on the first failure, for users
+    verdict: str = ""  # on the first failure, for users; without one, what a member reported
     response: str = ""  # the response to it
+    attempts: int = 1  # worlds in a row whose groups could not be built, counted as one breakage
 
     @property
     def is_failure(self) -> bool:
@@ -166,9 +177,22 @@ class Breakage:
         return not (self.counts or self.failures or self.lost or self.left)
 
     @property
+    def is_unbuilt(self) -> bool:
+        """Whether its group could not be built, so that it made no step. Workers that have no
+        link to their agent fail with torch's errors for that. (In restart mode a member runs its
+        world before the group is built.)"""
+        texts = [failure.text for failure in self.failures] or [self.verdict]
+        return self.is_failed_build or GROUP_NOT_BUILT in map(rule_of, texts)
+
+    @property
     def is_unexplained(self) -> bool:
         """Whether members reported a broken connection, but nobody had failed or was lost."""
         return self.counts and not (self.failures or self.lost or self.left)
+
+    @property
+    def began_s(self) -> float:
+        """When its world was formed."""
+        return self.at_s - self.lived_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +205,7 @@ class FailureBudget:
     # In-process steps are never lost: twenty between failures are progress.
     healthy_steps: int = 20
     same_error: int = 3  # worlds in a row, or at one step, that the same error may break
+    collective_timeout_s: float = Timeouts.collective_timeout_s  # named in a reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +231,7 @@ def healthy(breakage: Breakage, policy: FailureBudget) -> bool:
     Steps can be slow: a world that lasted long and made a few also counts. A world without progress
     is not healthy, however long it lasts.
     """
-    lived_long = breakage.lived_s >= policy.healthy_s
+    lived_long = breakage.lived_s >= policy.healthy_s and not breakage.is_unbuilt
     if breakage.steps is None:
         return lived_long
     return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > _LATE_STEPS)
@@ -237,6 +262,21 @@ def explained(unexplained: Breakage, cause: Breakage) -> tuple[Breakage, Breakag
     return replace(unexplained, counts=False), replace(cause, steps=steps, lived_s=lived_s)
 
 
+def continued(last: Breakage, breakage: Breakage) -> Breakage | None:
+    """The two breakages as one, if the groups of both worlds, one after the other, could not be
+    built; otherwise None. An outage of the network is one incident, however many attempts it
+    takes, and displaces no others."""
+    is_next = breakage.generation == last.generation + 1 and not breakage.steps
+    if not (last.is_failed_build and breakage.is_failed_build and is_next):
+        return None
+    return replace(
+        breakage,
+        lived_s=breakage.at_s - last.began_s,
+        steps=last.steps,
+        attempts=last.attempts + breakage.attempts,
+    )
+
+
 def departed_again(
     names: Iterable[str], history: Sequence[Breakage], generation: int, since_s: float
 ) -> tuple[str, ...]:
@@ -257,6 +297,7 @@ def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> S
         or _same_error_at_one_step(history, policy)
         or _same_error_in_a_row(history, policy)
         or _budget_spent(history, now, policy)
+        or _no_step_made(history, policy)
     )
 
 
@@ -410,13 +451,70 @@ def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget
     return StopJob(reason=reason, exit_code=70)
 
 
+def _no_step_made(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:
+    """More worlds than the budget ended without a step, over its window or longer.
+
+    Each of them may take longer than the window has time for: the build of a group whose peers
+    do not answer, a collective that times out.
+    """
+    row = _row_without_a_step(history, policy)
+    worlds = sum(b.attempts for b in row if b.counts or b.is_failed_build)
+    if worlds <= policy.budget or not (row[0].counts or row[0].is_failed_build):
+        return None
+    lasted_s = row[0].at_s - row[-1].began_s
+    if lasted_s < policy.failure_window_s:
+        return None
+    reason = (
+        f"{worlds} worlds in a row ended without a step within {lasted_s:.0f} s; the last was "
+        f"generation {row[0].generation} ({what_broke(row[0])})"
+    )
+    return StopJob(reason=f"{reason}\n{_remedy(row, policy)}", exit_code=70)
+
+
+def _row_without_a_step(history: Sequence[Breakage], policy: FailureBudget) -> list[Breakage]:
+    """The last breakages between which the job made no step, newest first."""
+    row: list[Breakage] = []
+    for breakage in reversed(history):
+        is_known = breakage.steps is not None
+        has_stepped = (breakage.steps or 0) > _LATE_STEPS or healthy(breakage, policy)
+        # Steps before a group that could not be built were made in the world before.
+        if has_stepped and not breakage.is_failed_build:
+            break
+        # A world that was replaced without breaking is not in the history.
+        if row and not is_known and row[-1].began_s - breakage.at_s >= policy.healthy_s:
+            break
+        row.append(breakage)
+        if has_stepped:
+            break
+    return row
+
+
+def _remedy(row: Sequence[Breakage], policy: FailureBudget) -> str:
+    last = row[0]
+    if rule_of(last.verdict) == COLLECTIVE_TIMEOUT:
+        longest_s = max(b.lived_s for b in row if b.is_unexplained or b is last)
+        return (
+            "a collective ends after collective_timeout_s="
+            f"{policy.collective_timeout_s:g}, and a rank arrived later each time (it read data, "
+            f"evaluated or saved); these worlds lasted up to {longest_s:.0f} s: set "
+            "collective_timeout_s in --rdzv-conf well above that, or make that rank faster"
+        )
+    if last.is_unbuilt:
+        return (
+            "run `elastic doctor` on these nodes: all ports must be open between them (a "
+            "firewall), on the network that the agents announce (--local-addr, "
+            "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+        )
+    return "read the logs of these nodes at these times, and fix the errors"
+
+
 def what_broke(breakage: Breakage) -> str:
     """In one sentence: the lost nodes, those that left, and the most informative line of each
     error."""
     parts = [f"{name} lost" for name in breakage.lost]
     parts += [f"{name} left" for name in breakage.left]
     parts += [f"{f.node}: {error_line(f)}" for f in breakage.failures]
-    return "; ".join(parts) or "no failure was reported"
+    return "; ".join(parts) or breakage.verdict or "no failure was reported"
 
 
 def error_line(failure: Failure) -> str:
@@ -426,7 +524,8 @@ def error_line(failure: Failure) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FlapPolicy:
-    """How often a node may be lost or reported before it is quarantined for ``quarantine_s``."""
+    """How often a node may be lost or reported before it is quarantined for ``quarantine_s``, and
+    for twice as long each further time without a pause in between."""
 
     losses: int = 3
     first_failures: int = 3
@@ -444,6 +543,7 @@ class FlapTracker:
         self._failed_first = ""
         self._first_failures: list[float] = []
         self._until: dict[str, float] = {}
+        self._last_s: dict[str, float] = {}  # the duration of each last quarantine
 
     def lost(self, node: str, now: float) -> None:
         """A node was lost. The third time within ``flap_window_s`` it is quarantined."""
@@ -487,10 +587,24 @@ class FlapTracker:
     def quarantine(self, node: str, now: float) -> None:
         """Exclude this node for ``quarantine_s``. ``node`` is a name, or an id if the node is
         alive: several agents of one machine may share a name."""
-        self._until[node] = now + self._policy.quarantine_s
+        last_s = self._last_s.get(node, 0.0)
+        if now >= self._until.get(node, math.inf):  # otherwise it is the same incident
+            is_again = now < self._forgotten_at_s(node)
+            last_s = min(2 * last_s, self._longest_s) if is_again else 0.0
+        self._last_s[node] = last_s or self._policy.quarantine_s
+        self._until[node] = now + self._last_s[node]
+
+    @property
+    def _longest_s(self) -> float:
+        return MAX_DOUBLED * self._policy.quarantine_s
+
+    def _forgotten_at_s(self, node: str) -> float:
+        """Until when another quarantine is a consequence of what caused the last one."""
+        return self._until[node] + max(self._last_s[node], self._policy.flap_window_s)
 
     def _forget(self, now: float) -> None:
         # Names of nodes that join and leave for weeks must not accumulate.
         horizon = now - self._policy.flap_window_s
         self._losses = {n: t for n, t in self._losses.items() if t[-1] >= horizon}
-        self._until = self.quarantined(now)
+        self._until = {n: t for n, t in self._until.items() if now < self._forgotten_at_s(n)}
+        self._last_s = {n: s for n, s in self._last_s.items() if n in self._until}

@@ -18,6 +18,8 @@ from elastic.tracebacks import exception_line, exception_of, exception_type
 # because their texts are often wrapped in exceptions of the script.
 
 REFUSED = "refused"
+COLLECTIVE_TIMEOUT = "collective-timeout"
+GROUP_NOT_BUILT = "group-not-built"
 _NO_MATCH = r"(?!)"  # a pattern that matches nowhere
 
 
@@ -293,7 +295,18 @@ RULES: tuple[Rule, ...] = (
         is_consequence=True,
     ),
     _rule(
-        "collective-timeout",
+        GROUP_NOT_BUILT,
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a process group could not be built: a rank was missing, or not reachable",
+        r"client socket has timed out after",
+        r"timed out after \d+ seconds waiting for clients",
+        r"connectfullmesh failed",
+        r"\bgroupbuildfailed: ",
+        is_consequence=True,
+    ),
+    _rule(
+        COLLECTIVE_TIMEOUT,
         Action.RESTART,
         Confidence.MEDIUM,
         "a collective timed out: another rank was missing from it",
@@ -573,6 +586,16 @@ def is_consequence(text: str | None, kernel_log: tuple[str, ...] = ()) -> bool:
         return False
     in_log = _in_kernel_log(FailureFacts(text=text, kernel_log=kernel_log), matched)
     return in_log is None or in_log[0].action is not Action.EXCLUDE_NODE
+
+
+def rule_of(text: str | None) -> str:
+    """The name of the rule that applies to a worker's error; "" if none does.
+
+    >>> rule_of("DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 clients")
+    'group-not-built'
+    """
+    matched = _first_match(text or "")
+    return matched[0].name if matched is not None else ""
 
 
 # Evaluated again in every iteration of a waiting leader.

@@ -284,6 +284,7 @@ class BreakageRecord:
     excluded: str = ""  # name of a node whose machine was at fault
     verdict: str = ""  # on the first failure, for users
     response: str = ""  # the leader's response
+    attempts: int = 1  # worlds in a row whose groups could not be built
 
 
 @dataclass(frozen=True, kw_only=True)

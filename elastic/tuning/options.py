@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import math
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -405,6 +406,26 @@ def _unquoted(text: Any) -> Any:
     """Strip the quotes that a shell would remove: ``--rdzv-conf="'lease_s=4'"``, as written in
     manifests and lists of arguments. torch splits the value at commas and keeps the quotes."""
     return text.strip(_QUOTES) if isinstance(text, str) else text
+
+
+def signals_to_handle(text: str) -> frozenset[signal.Signals]:
+    """The signals of torchrun's ``--signals-to-handle``, separated by commas.
+
+    Raises:
+        ConfigError: a name is none, or that of a signal that no process can handle. torch omits
+            both with a warning; the signal, once it is sent, would end the agent without a save.
+    """
+    known = {s.name: s for s in signal.Signals if s not in (signal.SIGKILL, signal.SIGSTOP)}
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"--signals-to-handle={text}: {name!r} is not a signal that a process can handle"
+                + (f", did you mean {near[0]!r}?" if near else ""),
+                hint="for example --signals-to-handle=SIGTERM,SIGINT,SIGUSR1",
+            )
+    return frozenset(known[name] for name in names)
 
 
 def _option_of_variable(variable: str, known: Mapping[str, str]) -> str | None:

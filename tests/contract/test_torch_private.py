@@ -308,7 +308,7 @@ def test_the_backends_etcd_and_etcd_v3_are_registered() -> None:
 
 def test_torch_installs_no_handlers_of_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(torch_agent.SIGNALS_VARIABLE, "SIGTERM,SIGINT")
-    assert torch_agent.handled_signals() == ["SIGTERM", "SIGINT"]
+    assert torch_agent.handled_signals() == {signal.SIGTERM, signal.SIGINT}
     done = run_forked([sys.executable, "-c", START], timeout_s=PATIENCE_S)
     assert done.stdout.split() == ["True"], done.stderr
     assert done.stderr == "", "torch warns in other words that it handles no signal"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +41,7 @@ class NetworkJob(TrainingJob):
         takeover_s: float = 300.0,
         members: int | None = None,
         workload: Workload = WORKLOAD,
+        conf: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(
             [etcd],
@@ -49,7 +50,7 @@ class NetworkJob(TrainingJob):
             workload=workload,
             min_nodes=members or NODES - 1,
             max_nodes=members or NODES,
-            conf={"lease_s": LEASE_S, "takeover_s": takeover_s},
+            conf={"lease_s": LEASE_S, "takeover_s": takeover_s, **(conf or {})},
         )
         self.network = EmulatedNetwork(NODES)
         self._etcd = etcd

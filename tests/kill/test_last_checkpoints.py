@@ -169,3 +169,31 @@ def test_a_second_job_in_the_same_checkpoint_folder_is_rejected(tmp_path: Path) 
         eventually(lambda: len(read_ledger(tmp_path / "ledger").starts) > lives, "the third life")
     finally:
         third.kill()
+
+
+def test_a_job_that_is_started_twice_with_separate_etcds_trains_once(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """By mistake, from two places: with one run id, into one checkpoint folder."""
+
+    def start(server: EmbeddedEtcd) -> TrainingJob:
+        return TrainingJob(
+            [server.endpoint],
+            tmp_path,
+            script=SCRIPT,
+            workload=WORKLOAD,
+            run_id="twin",
+            max_nodes=1,
+            max_restarts=0,
+        )
+
+    with start(etcd) as first, EmbeddedEtcd() as other, start(other) as second:
+        first.start_node("first")
+        first.wait_progress(2)
+        refused = second.start_node("second")
+        assert refused.wait(PATIENCE_S) != 0
+        log = refused.log_text()
+        assert f"another job saves to {tmp_path / 'checkpoints'}" in log
+        assert "on node first" in log
+        first.wait_progress(2)
+        assert {start.node for start in first.ledger().starts} == {"first"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +14,7 @@ import pytest
 from training_job import TrainingJob, Workload
 
 import checkpoints
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, Preempted
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
@@ -78,6 +80,41 @@ def test_a_full_disk_does_not_stop_training_or_remove_checkpoints(
         node.kill_worker()
         job.wait_training(nodes=1, after_generation=generation)
         assert {s.step for s in job.ledger().starts if s.generation > generation} == set(saved)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The job's checkpoint folder: a file system of one mebibyte."""
+    disk = tmp_path / "checkpoints"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("needs root to mount a small disk")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_does_not_prevent_a_restore(
+    shared_etcd: EmbeddedEtcd, tmp_path: Path, small_disk: Path
+) -> None:
+    """Nothing can be written to the folder, not even which job owns it."""
+    with one_node(shared_etcd, tmp_path, replace(WORKLOAD, epochs=400, step_s=0.05)) as job:
+        first = job.start_node()
+        job.wait_for(lambda: journal(tmp_path, "checkpoint-saved"), PATIENCE_S, "a checkpoint")
+        first.terminate()
+        assert first.wait(PATIENCE_S) == Preempted.exit_code
+        (saved, *_) = checkpoints.list_checkpoints(small_disk)
+        with (
+            contextlib.suppress(OSError),
+            (small_disk / "filler").open("wb", buffering=0) as filler,
+        ):
+            while True:
+                filler.write(bytes(4096))
+        job.start_node()
+        job.wait_step(saved.step + 3)
+        assert {start.step for start in job.ledger().starts} == {0, saved.step}
 
 
 def test_a_corrupt_newest_checkpoint_is_skipped(shared_etcd: EmbeddedEtcd, tmp_path: Path) -> None:

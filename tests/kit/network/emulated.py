@@ -108,6 +108,10 @@ class EmulatedNetwork:
         its state; new connections work. Returns the number of flows, two per connection."""
         return int(self._order({"drop_established": list(_both_ways(one, others))}))
 
+    def block(self, address: str, *ports: int) -> None:
+        """Drop TCP packets to these ports of an address, and no others, as a firewall does."""
+        self._order({"blocked": [(address, port) for port in ports]})
+
     def others(self, machine: EmulatedMachine) -> tuple[str, ...]:
         """The addresses of the other machines, without the host's."""
         return tuple(m.address for m in self.machines if m is not machine)
@@ -115,7 +119,7 @@ class EmulatedNetwork:
     def heal(self) -> None:
         """Deliver all packets again, also of dropped connections."""
         self._impaired = {}
-        self._order({"rules": [], "forget_flows": True})
+        self._order({"rules": [], "forget_flows": True, "blocked": []})
 
     def _impair(self, pairs: Iterable[tuple[str, str]], impairment: Impairment) -> None:
         self._impaired |= dict.fromkeys(pairs, impairment)

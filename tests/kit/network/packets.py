@@ -19,6 +19,11 @@ class Flow:
     target: bytes
     ports: bytes
 
+    @property
+    def target_port(self) -> bytes:
+        """In network byte order."""
+        return self.ports[2:]
+
 
 def addresses_of(packet: bytes) -> tuple[bytes, bytes] | None:
     """Source and target address; None if it is not an IPv4 packet.

@@ -9,6 +9,7 @@ rule drops or delays them. Run as ``python -m kit.network.switch`` by
     {"rules": [{"source": "10.0.0.1", "target": "10.0.0.2", "loss": 0.3, "delay_s": 0.0}]}
     {"drop_established": [["10.0.0.1", "10.0.0.2"]]}     (answered with the number of flows)
     {"forget_flows": true}
+    {"blocked": [["10.0.0.1", 2379]]}
 
 Each order is answered with a line once it is in effect. The end of its input ends the process and
 its devices.
@@ -59,6 +60,7 @@ class Switch:
         self._rules: dict[tuple[bytes, bytes], Impairment] = {}
         self._flows: set[Flow] = set()  # seen since the beginning
         self._dropped: set[Flow] = set()
+        self._blocked: set[tuple[bytes, bytes]] = set()  # target and its port
         self._late: list[tuple[float, int, int, bytes]] = []  # a heap: due, number, device, packet
         self._numbers = itertools.count()
         self._random = random.Random(seed)
@@ -101,6 +103,11 @@ class Switch:
             }
         if order.get("forget_flows"):
             self._dropped = set()
+        if "blocked" in order:
+            self._blocked = {
+                (socket.inet_aton(address), port.to_bytes(2, "big"))
+                for address, port in order["blocked"]
+            }
         pairs = {tuple(map(socket.inet_aton, pair)) for pair in order.get("drop_established", ())}
         found = {flow for flow in self._flows if (flow.source, flow.target) in pairs}
         self._dropped |= found
@@ -122,7 +129,7 @@ class Switch:
         flow = flow_of(packet)
         if flow is not None:
             self._flows.add(flow)
-            if flow in self._dropped:
+            if flow in self._dropped or (flow.target, flow.target_port) in self._blocked:
                 return
         rule, target = self._rules.get(ends), self._devices[ends[1]]
         if rule is None:

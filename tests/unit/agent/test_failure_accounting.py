@@ -547,8 +547,8 @@ def test_the_same_failure_of_all_nodes_counts_once_per_world() -> None:
     assert [b.counts for b in accounting.records(NOW, NOW)] == [True, False, False]
 
 
-def test_groups_that_cannot_be_built_do_not_use_up_the_budget() -> None:
-    """The network between the nodes fails for minutes: no node, and no script, is at fault."""
+def test_attempts_to_build_a_group_wait_longer_each_time() -> None:
+    """The network between the nodes may return: attempts alone do not end the job."""
     accounting = FailureAccounting(OPTIONS)
     pauses: list[float] = []
     for generation in range(9, 9 + 3 * OPTIONS.failure_budget):
@@ -569,6 +569,70 @@ def test_groups_that_cannot_be_built_do_not_use_up_the_budget() -> None:
             assert proposal(replace(waiting, nodes=(*waiting.nodes, newcomer)))
     assert pauses[:5] == [0.0, 0.0, 1.0, 2.0, 4.0]
     assert max(pauses) == pauses[-1] == BUILD_BACKOFF_CAP_S
+
+
+@pytest.mark.parametrize(
+    ("reporter", "unreachable", "excluded"),
+    [("id-n3", "id-n1", {"id-n3"}), ("id-n1", "id-n3", {"id-n3"}), ("id-n1", "id-n2", set())],
+)
+def test_a_joining_node_that_cannot_be_reached_stops_the_others_for_one_build(
+    reporter: str, unreachable: str, excluded: set[str]
+) -> None:
+    accounting = joined_s_ago(1.0)
+    report = FailureReport(
+        node_id=reporter, generation=8, error="GroupBuildFailed", unreachable=(unreachable,)
+    )
+    before = [
+        runs("n1", SEVEN),
+        runs("n2", SEVEN),
+        seen(node("n3", NodeState.READY, in_process=True)),
+    ]
+    v = replace(view(EIGHT, *before, failure_reports=(report,)), failing_since_s=NOW - 9)
+    assert accounting.count(broken(v), None, NOW) is None
+    assert set(accounting.flaps.quarantined(NOW)) == excluded
+    if reporter == "id-n1" and excluded:
+        assert accounting.quarantine_reasons["id-n3"] == "n1 cannot reach it"
+
+
+def timed_out(generation: int, since_s: float) -> Broken:
+    """Its collectives timed out; all members are alive."""
+    group = replace(SEVEN, generation=generation)
+    report = FailureReport(
+        node_id="id-n2",
+        generation=generation,
+        error="RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 60000ms "
+        "for send operation to complete",
+    )
+    v = view(group, runs("n1", group), runs("n2", group), failure_reports=(report,))
+    return broken(replace(v, failing_since_s=NOW - 9), since_s=since_s)
+
+
+def count_timeouts(options: AgentOptions, *, steps: int) -> StopJob | None:
+    """Worlds whose collectives time out, until the job ends. Each lasts longer than a failure may
+    take with this budget and window."""
+    accounting, now = FailureAccounting(options), NOW
+    accounting.observe(StepRate(7, 0, 1.0, NOW))
+    for number in range(1, 3 * options.failure_budget):
+        formed_s, now = now, now + 130.0
+        rate = StepRate(7, number * steps, 1.0, now)
+        if stop := accounting.count(timed_out(8 + number, formed_s), rate, now):
+            return stop
+    return None
+
+
+def test_collectives_that_always_time_out_end_the_job_and_name_the_option() -> None:
+    """A rank reads its batch for longer than a collective waits, in each world again."""
+    options = replace(OPTIONS, hang_script_timeout_s=50.0, collective_timeout_s=60.0)
+    stop = count_timeouts(options, steps=0)
+    assert stop is not None and stop.exit_code == 70
+    assert "6 worlds in a row ended without a step within 780 s" in stop.reason
+    assert "n2: RuntimeError: [gloo/transport" in stop.reason
+    _, _, remedy = stop.reason.partition("\n")
+    assert "collective_timeout_s=60" in remedy and "lasted up to 130 s" in remedy
+
+
+def test_collectives_that_time_out_between_steps_do_not_end_the_job() -> None:
+    assert count_timeouts(OPTIONS, steps=5) is None
 
 
 def test_old_breakages_stay_old_for_a_leader_whose_clock_is_behind() -> None:

@@ -121,6 +121,13 @@ def test_the_advice_matches_the_failures(
     assert advice in last
 
 
+def test_groups_that_could_not_be_built_are_one_incident() -> None:
+    record = breakage(14, attempts=12, lived_s=650.0, verdict="n2 cannot reach n1", counts=False)
+    output = page(ended(record))
+    assert "12 groups could not be built within 650 s" in output
+    assert "verdict: n2 cannot reach n1; not counted" in output
+
+
 def test_sixteen_worlds_of_a_thousand_nodes_fit_on_a_page() -> None:
     long = replace(NAN, text="x" * 300)
     text = page(ended(*[breakage(1, *[long] * 16)] * 16))

@@ -16,6 +16,7 @@ from elastic.cli.main import main
 from elastic.cli.run import CLI_BAR_S, LocalNodes, OutputLines, stop_on_signals
 from elastic.errors import ConfigError
 from elastic.testing.waiting import eventually
+from elastic.tuning.options import signals_to_handle
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +184,7 @@ def test_a_handler_of_events_that_torch_does_not_have_is_a_usage_error(
 
 def test_signals_to_handle_stop_local_nodes_too() -> None:
     args = run.parse(["--embedded-etcd", "--signals-to-handle= SIGUSR1,,SIGTERM", __file__])
-    assert run.signals_to_handle(args) == {signal.SIGUSR1, signal.SIGTERM}
+    assert signals_to_handle(args.signals_to_handle) == {signal.SIGUSR1, signal.SIGTERM}
 
 
 def test_a_variable_that_torch_refuses_is_named(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from types import FrameType
-from unittest.mock import Mock
 
 import pytest
 
-from elastic.launcher import launch
+from elastic.errors import ConfigError
 from elastic.launcher.launch import ProgramSignals
 from elastic.launcher.torch_agent import SIGNALS_VARIABLE
 
@@ -66,11 +65,20 @@ def test_the_programs_handlers_and_torchs_list_are_restored(
         monkeypatch.delenv(SIGNALS_VARIABLE)
 
 
-def test_a_name_that_is_no_signal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = Mock()
-    monkeypatch.setattr(launch, "get_logger", lambda: logger)
-    monkeypatch.setenv(SIGNALS_VARIABLE, "SIGKILL,SIGNONE")
-    ProgramSignals().handle(ours)
-    assert signal.getsignal(signal.SIGTERM) is ours
-    named = [call.args[1] for call in logger.warning.call_args_list]
-    assert sorted(named) == ["SIGKILL", "SIGNONE"]
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (
+            "SIGTERM,SIGUSR",
+            "'SIGUSR' is not a signal that a process can handle, did you mean 'SIGU",
+        ),
+        ("SIGKILL", "'SIGKILL' is not a signal that a process can handle"),
+    ],
+)
+def test_a_name_that_is_no_signal_is_refused(
+    monkeypatch: pytest.MonkeyPatch, names: str, error: str
+) -> None:
+    """torchrun would omit it, and the signal would end the agent without a save."""
+    monkeypatch.setenv(SIGNALS_VARIABLE, names)
+    with pytest.raises(ConfigError, match=error):
+        ProgramSignals()

@@ -237,6 +237,29 @@ def test_a_healthy_world_restores_the_budget() -> None:
     assert judge(*[lost] * 10, healthy, *[lost] * 10) is not None
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "DistNetworkError: The client socket has timed out after 1800000ms while trying to connect",
+        "DistStoreError: Timed out after 1801 seconds waiting for clients. 1/2 clients joined.",
+        "RuntimeError: Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error",
+    ],
+)
+def test_a_group_that_an_unmodified_script_cannot_build_ends_the_job(error: str) -> None:
+    """Each attempt takes half an hour, in which the agents see no step and no failure."""
+    attempts = [
+        broke(failed(error), lived_s=1800.0, at_s=NOW - 1800.0 * number)
+        for number in range(10, -1, -1)
+    ]
+    assert judge(*attempts[1:]) is None
+    stop = judge(*attempts)
+    assert stop is not None and stop.exit_code == 70
+    assert "11 worlds in a row ended without a step within 19800 s" in stop.reason
+    assert "all ports must be open" in stop.reason
+    trained = broke(RESET, lived_s=1800.0, at_s=attempts[4].at_s)
+    assert judge(*attempts[:4], trained, *attempts[5:]) is None
+
+
 def test_a_repeated_script_error_takes_precedence_over_the_budget() -> None:
     stop = judge(*[broke(BOOM)] * 11)
     assert stop is not None and stop.exit_code == 1
@@ -403,7 +426,19 @@ def test_a_node_that_flaps_after_its_quarantine_is_quarantined_again() -> None:
     for now in (0, 1, 2):
         flaps.lost("n1", now)
     flaps.lost("n1", 20)
-    assert flaps.quarantined(20) == {"n1": 30.0}
+    assert flaps.quarantined(20) == {"n1": 40.0}, "for twice as long"
+
+
+def test_a_node_that_fails_after_each_quarantine_disturbs_the_job_ever_less_often() -> None:
+    flaps, now, lasted = FlapTracker(FlapPolicy(quarantine_s=10)), 0.0, []
+    for _ in range(8):
+        flaps.quarantine("n1", now)
+        flaps.quarantine("n1", now)  # for another reason, at the same incident
+        lasted.append(flaps.quarantined(now)["n1"] - now)
+        now += lasted[-1] + 60.0  # it returns, and fails within a minute
+    assert lasted == [10, 20, 40, 80, 160, 320, 320, 320]
+    flaps.quarantine("n1", now + 400.0)
+    assert flaps.quarantined(now + 400.0) == {"n1": now + 410.0}, "it had been a member for long"
 
 
 def test_the_first_to_fail_three_times_in_a_row_is_quarantined() -> None:

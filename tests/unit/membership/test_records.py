@@ -149,6 +149,7 @@ WORLD = {
             "excluded": "",
             "verdict": "restart: unknown",
             "response": "formed generation 7 with n1",
+            "attempts": 1,
         }
     ],
     "version": RECORD_VERSION,
