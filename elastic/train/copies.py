@@ -122,6 +122,13 @@ class TensorCopies:
                 sources = [local_value(tensor.detach()) for tensor in tensors.values()]
                 copy_each([local_value(self._copies[key]) for key in tensors], sources)
 
+    def update(self, tensors: Mapping[Any, torch.Tensor], changed: Collection[Any]) -> None:
+        """Copy the current values of the ``changed`` keys, and forget keys without a tensor."""
+        for key in self._copies.keys() - tensors.keys():
+            del self._copies[key]
+        for key in changed:
+            self._copies[key] = tensors[key].detach().clone()
+
     def restore(self, tensors: Mapping[Any, torch.Tensor]) -> None:
         """Restore the tensors in place. Tensors without a copy keep their value."""
         known = [key for key in tensors if key in self._copies]
@@ -166,13 +173,30 @@ class WeightCopies:
         whose memory a script may exchange, as ``parameter.data = average`` does.
         """
         self._memory = [(t, t.data) for t in modules if not is_dtensor(t)]
+        self._tensors.take(self._note(parameters, optimizers, others))
+
+    def _note(
+        self,
+        parameters: Sequence[torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        others: Mapping[Any, torch.Tensor],
+    ) -> Mapping[Any, torch.Tensor]:
         self._entries = _entries(optimizers)
         self._values = {e.place: copied(e.value) for e in self._entries if not e.is_tensor}
-        tensors: dict[Any, torch.Tensor] = dict(enumerate(parameters))
-        tensors |= others
-        tensors |= {e.place: e.value for e in self._entries if e.is_tensor}
+        tensors = keyed_tensors(parameters, optimizers, others)
         self._addresses = {key: _address(tensor) for key, tensor in tensors.items()}
-        self._tensors.take(tensors)
+        return tensors
+
+    def update(
+        self,
+        parameters: Sequence[torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        others: Mapping[Any, torch.Tensor],
+        changed: Collection[Any],
+    ) -> None:
+        """Copy the current values of the ``changed`` keys only, and forget tensors that no longer
+        exist."""
+        self._tensors.update(self._note(parameters, optimizers, others), changed)
 
     def restore(
         self,
@@ -257,6 +281,17 @@ class _Entry:
         del state[self._owner][self._key]
         if not state[self._owner]:
             del state[self._owner]
+
+
+def keyed_tensors(
+    parameters: Sequence[torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    others: Mapping[Any, torch.Tensor] = _NOTHING,
+) -> dict[Any, torch.Tensor]:
+    """Parameters by their position, ``others``, and optimizers' tensors by their place."""
+    tensors: dict[Any, torch.Tensor] = dict(enumerate(parameters))
+    tensors |= others
+    return tensors | {e.place: e.value for e in _entries(optimizers) if e.is_tensor}
 
 
 def _entries(optimizers: Sequence[torch.optim.Optimizer]) -> list[_Entry]:

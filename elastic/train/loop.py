@@ -82,6 +82,7 @@ class Commits:
         self._hooks = session.hooks
         self._compared_in: World | None = None  # the last world in which replicas were compared
         self._digests: WeightDigest | None = None  # of that world's weights, if it has replicas
+        self._is_calling_back = False
         self._has_warned_of_accumulation = False
         self._has_warned_of_state = self._has_warned_of_copies = False
         self._copies = copies
@@ -180,12 +181,16 @@ class Commits:
         """Call the last ``left`` callbacks, each once even if the world changes meanwhile."""
         callbacks = self._callbacks.last(left)
         left = len(callbacks)  # fewer if another version of the script resumes from a checkpoint
-        for callback in callbacks:
-            callback(step)
-            self._lifecycle.settle()  # it may have used an invalid result
-            left -= 1
-            if self._session.strategy.can_roll_back:
-                self._progress.called_back(left)
+        self._is_calling_back = True
+        try:
+            for callback in callbacks:
+                callback(step)
+                self._lifecycle.settle()  # it may have used an invalid result
+                left -= 1
+                if self._session.strategy.can_roll_back:
+                    self._progress.called_back(left)
+        finally:
+            self._is_calling_back = False
 
     def call_back_again(self) -> None:
         """Call the last step's callbacks that were not called because of a fault.
@@ -193,7 +198,7 @@ class Commits:
         Their changes are missing in the current state, whether a peer or a checkpoint had it.
         """
         progress = self._job.progress
-        if progress.callbacks_left:
+        if progress.callbacks_left and not self._is_calling_back:
             step = Step.past(*progress.last, self._lifecycle.world.data_size)
             self._call_back(step, progress.callbacks_left)
 
@@ -495,6 +500,10 @@ class StepLoop:
         else:
             self._progress.begin_pass(OWN_LOOP)
 
+    def call_back_again(self) -> None:
+        """Call the last step's callbacks that a fault has left."""
+        self._commits.call_back_again()
+
     def counted_rates(self) -> CountedRates:
         """A watch over the learning rates, for a pass whose batches the script counts itself."""
         return CountedRates(self._job.all_tracked, self._job.user)
@@ -514,7 +523,7 @@ class StepLoop:
 
     def leave(self, world: World, loader: ElasticLoader, number: int, *, is_first: bool) -> None:
         """Handle a loop over the steps of ``loader`` that is left in the middle, for any reason:
-        in step ``number``, which ``is_first`` of the loop.
+        in step ``number``, which ``is_first`` of the loop, or after it was committed there.
 
         After `break` or `return` the current step counts if an optimizer has stepped; after a fault
         of the world it does not. :meth:`settle` distinguishes them; it is not possible here.
@@ -526,6 +535,8 @@ class StepLoop:
             if step is not None and step.number == number:  # not that of a newer loop
                 is_last = loader.position.step + 1 == len(loader)
                 self.early_leave.leave_steps(is_first=is_first, is_last=is_last)
+            elif step is None and loader.position.step < len(loader):
+                self.early_leave.leave()
             self.current.leave(loader)
             if self._session.strategy.settles_left_loops:
                 self.current.last_left = self.current.step
@@ -683,6 +694,15 @@ class StepLoop:
             ):  # setting it costs more than reading it
                 module.require_backward_grad_sync = is_last
 
+    def commit_early(self) -> None:
+        """Commit the current step at the script's request: what follows belongs to no step."""
+        loader = self.current.loader
+        self.commit()
+        if loader is not None:
+            self._progress.script_has_run()
+            if self.current.accumulation.since is None:
+                seed_between_steps(self._job.seed, self.epoch, self.step_number)
+
     def commit(self) -> None:
         """Commit the current step."""
         step, loader = self.current.step, self.current.loader
@@ -753,7 +773,7 @@ class StepLoop:
         if self.scope.passes:  # the code after the last pass has run
             for loader in self._job.loaders.values():
                 loader.begin_pass()
-        if not self._progress.is_catching_up:
+        if (self.scope.is_last_call or is_last) and not self._progress.is_catching_up:
             self._checkpoints.save(self._job)  # unless this step is already saved
 
 
@@ -927,10 +947,11 @@ def steps(
             del step
             if loop.lifecycle.world is not world:
                 raise created_too_early()  # created by an attempt that has ended
-            is_last = loader.position.step + 1 >= end
+            done = loader.position.step + (loop.step_number == number)
+            is_last = done >= end
             if not is_last:
                 loop.early_leave.begin(number + 1)
-            loop.commit()
+            loop.commit()  # unless the script has
             phases.enter(DATA)
             if is_last and left is not None:
                 loader.stop_workers()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ class Tag:
     step: int  # steps committed since the job began
     passes: int = 0  # over loaders, begun since the job began
     callbacks: int = 0  # outstanding run.after_step callbacks of the last committed step
+    units: int = 0  # of work between steps, finished since the job began
 
 
 @dataclass(frozen=True)
@@ -121,17 +122,17 @@ def _of_replica(states: list[RankState]) -> RankState:
     return replace(states[0], tag=distinct.pop() if len(distinct) == 1 else None)
 
 
-def _order(state: RankState) -> tuple[int, int, int, int, bool]:
+def _order(state: RankState) -> tuple[int, int, int, int, int, bool]:
     assert state.tag is not None
     tag = state.tag
-    return tag.generation, tag.step, tag.passes, -tag.callbacks, state.begun
+    return tag.generation, tag.step, tag.passes, -tag.callbacks, tag.units, state.begun
 
 
 def _to_json(state: RankState) -> dict[str, Any]:
     tag = state.tag
     encoded = None
     if tag is not None:
-        encoded = [tag.generation, tag.step, tag.passes, tag.callbacks]
+        encoded = list(dataclasses.astuple(tag))
     return {**vars(state), "tag": encoded}
 
 
@@ -139,8 +140,7 @@ def _parse(data: dict[str, Any]) -> RankState:
     tag = data["tag"]
     parsed = None
     if tag is not None:
-        generation, step, passes, callbacks = tag
-        parsed = Tag(int(generation), int(step), int(passes), int(callbacks))
+        parsed = Tag(*map(int, tag))
     return RankState(
         str(data["nonce"]),
         parsed,
@@ -234,6 +234,8 @@ class RankProgress:
         self._is_torn = False  # the weights are neither the initial ones nor of a step
         self.retries = 0  # calls of run.retry that this rank has completed
         self.retries_of_others = 0  # the maximum over this world's ranks at its beginning
+        # Calls that a job which resumes from a checkpoint had completed, and this script omits.
+        self._omitted = 0
         self._returned = 0  # calls whose function has returned here or, by agreement, elsewhere
         self.tag: Tag | None = None  # of this rank's weights
         self.begun = False  # a step was begun
@@ -262,6 +264,12 @@ class RankProgress:
         return self.retries < self.retries_of_others
 
     @property
+    def is_in_past_call(self) -> bool:
+        """Whether the job had completed this rank's current call of run.retry before it resumed
+        from a checkpoint, or other ranks have now."""
+        return self.is_catching_up or self.retries + self._omitted < self._job.progress.calls
+
+    @property
     def has_returned(self) -> bool:
         """Whether this rank's current call of run.retry has nothing left to train: its function
         has returned, here or on another rank, and all steps are committed.
@@ -285,14 +293,7 @@ class RankProgress:
             return False
         self.is_before_place = self._is_step_missing = False
         given = rates_of(self._optimizer_watch.tracked)
-        if not self.rollback.restore():
-            raise TrainingError(
-                f"weights were changed after they were restored for step {self._job.progress.step},"
-                " and there is no copy of them: run.retry calls its function again in each new "
-                "world",
-                hint="initialize weights, or load pretrained weights, before run.retry(train), not "
-                "in train",
-            )
+        self._restore_boundary()
         restored = rates_of(self._optimizer_watch.tracked)
         if given != restored:
             get_logger().info(
@@ -301,6 +302,16 @@ class RankProgress:
                 *(list(given.values()), self._job.progress.step, list(restored.values())),
             )
         return True
+
+    def _restore_boundary(self) -> None:
+        if not self.rollback.restore():
+            raise TrainingError(
+                f"weights were changed after they were restored for step {self._job.progress.step},"
+                " and there is no copy of them: run.retry calls its function again in each new "
+                "world",
+                hint="initialize weights, or load pretrained weights, before run.retry(train), not "
+                "in train",
+            )
 
     def begin_pass(self, place: str) -> None:
         """The script begins a pass over a loader, or a step of its own loop."""
@@ -315,6 +326,7 @@ class RankProgress:
     def before_step(self, *, can_undo: bool) -> None:
         """Take the boundary before a step, outside of an accumulation; only note the weights if the
         step cannot be undone."""
+        self._omitted = max(0, self._job.progress.calls - self.retries)
         if not can_undo:
             self.rollback.note_weights()
         elif not self._is_fresh:
@@ -378,9 +390,38 @@ class RankProgress:
         progress.callbacks_left = left  # saved with the state, which lacks their changes
         self._take()
 
-    def attempt_ended(self) -> None:
-        """The training function has returned: a fault after it does not repeat its end."""
-        self._job.progress.place = ""
+    def begin_unit(self) -> None:
+        """Begin work between steps."""
+        self.rollback.begin_unit()
+
+    def end_unit(self, record: Callable[[list[list[Any]]], None]) -> None:
+        """Add what the work has changed to the last boundary; see
+        :meth:`Rollback.end_unit <elastic.train.rollback.Rollback>`."""
+        self.rollback.end_unit(record)
+        self._is_fresh = False  # the script's own changes are not part of it
+        if self.tag is not None:
+            self.tag = dataclasses.replace(self.tag, units=self._job.progress.units)
+
+    def restore_unit(self, parts: list[list[Any]]) -> None:
+        """Give what finished work has changed its values in the last boundary again."""
+        self.rollback.restore_unit(parts)
+
+    def call_ended(self, *, takes_boundary: bool) -> None:
+        """A call of run.retry is complete: a fault after it does not repeat its end.
+
+        A call that other ranks have completed has no effect on this rank, which returns to the
+        boundary with which it has joined: that of a later call.
+        """
+        is_past, progress = self.is_catching_up, self._job.progress
+        self.retries += 1
+        if not takes_boundary:
+            return
+        if is_past:
+            self._restore_boundary()
+            self.is_before_place = bool(self._place)
+            return
+        progress.place = ""
+        progress.calls = max(progress.calls, self.retries + self._omitted)
         self.is_before_place = False
         self._take()
 
@@ -469,7 +510,7 @@ class RankProgress:
 
 def tag_of(generation: int, progress: Progress) -> Tag:
     """The position of a rank whose state is that of a boundary with this progress."""
-    return Tag(generation, progress.step, progress.passes, progress.callbacks_left)
+    return Tag(generation, progress.step, progress.passes, progress.callbacks_left, progress.units)
 
 
 # ----------------------------------------------------------------------------

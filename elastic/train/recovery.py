@@ -55,6 +55,7 @@ class InProcess:
     waits_for_registration = True
     settles_left_loops = False
     can_roll_back = True
+    can_recover = True
 
     def __init__(
         self,
@@ -345,7 +346,6 @@ class InProcess:
         with its state."""
         if self._ends_with_others:
             self._meet_all()
-        self._progress.retries += 1
 
     @property
     def _ends_with_others(self) -> bool:
@@ -417,6 +417,7 @@ class Restart:
     waits_for_registration = False
     settles_left_loops = True
     is_state_held_elsewhere = False
+    can_recover = False
 
     def __init__(self, session: Session) -> None:
         self._job = session.job

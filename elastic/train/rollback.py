@@ -18,11 +18,19 @@ from torch.amp.grad_scaler import GradScaler
 from elastic import torch_private
 from elastic.errors import SYSTEM_CLOCK, ConfigError
 from elastic.telemetry.log import get_logger
-from elastic.train.copies import WeightCopies, can_hold, copied, load_tracked, rebuilt, tensors_in
+from elastic.train.copies import (
+    WeightCopies,
+    can_hold,
+    copied,
+    keyed_tensors,
+    load_tracked,
+    rebuilt,
+    tensors_in,
+)
 from elastic.train.sampler import Position
 from elastic.train.sharding import local_value
 from elastic.train.state import JobState, Stateful
-from elastic.train.values import Writing, items_of, write_into
+from elastic.train.values import Writing, is_array, items_of, write_into
 
 # A copy of the weights at each step that takes less is not worth a decision: a thousandth of a step
 # of a quarter of a second, and less than a gradient reduction over any network.
@@ -169,6 +177,7 @@ class BoundaryState:
             "keeps_gradients": job.keeps_gradients,
             "progress": dict(vars(job.progress)),
             "state": copied(job.user),
+            "units": copied(job.units),
             "loaders": {n: [x.sampler.epoch, x.sampler.step] for n, x in job.loaders.items()},
             "tracked": {name: keeper.take() for name, keeper in self._keepers.items()},
             "buffers": {name: module.take() for name, module in self._modules.items()},
@@ -196,6 +205,7 @@ class BoundaryState:
         job.progress.needs_copies = needs_copies or job.progress.needs_copies
         writing = Writing(job.tensors_of_modules())
         writing.write(job.user, copied(snapshot["state"]))
+        job.set_units(copied(snapshot["units"]))
         for name, (epoch, step) in snapshot["loaders"].items():
             if name in job.loaders:
                 job.loaders[name].seek(Position(epoch, step))
@@ -211,6 +221,61 @@ class BoundaryState:
         job.keeps_gradients = job.keeps_gradients or snapshot["keeps_gradients"]
         if "gradients" in snapshot:
             job.set_gradients(snapshot["gradients"])
+
+    def restore_parts(self, snapshot: Snapshot, parts: Iterable[Part]) -> None:
+        """Restore these parts only, without large tensors."""
+        job, writing = self._job, Writing(self._job.tensors_of_modules())
+        for section, name in parts:
+            if name not in snapshot[section]:
+                job.user.pop(name, None)  # removed from run.state; other sections keep their names
+                continue
+            value = copied(snapshot[section][name])
+            match section:
+                case "state":
+                    job.user[name] = writing.write(job.user.get(name), value)
+                case "tracked":
+                    self._keepers[name].restore(value, _below(name, None), writing)
+                case "buffers":
+                    self._modules[name].restore(value)
+                case "extra":
+                    self._modules[name].restore_extra(value)
+                case "frozen":
+                    job.modules[name].set_frozen(value)
+
+
+Part = Sequence[Any]
+"""A part of a boundary's state that work between steps may change: a section of a snapshot, and a
+name in it."""
+_SECTIONS = ("state", "tracked", "buffers", "extra", "frozen")
+_MISSING = object()
+
+
+def changed_parts(before: Snapshot, after: Snapshot) -> list[list[Any]]:
+    """The parts that differ."""
+    return [
+        [section, name]
+        for section in _SECTIONS
+        for name in before[section] | after[section]
+        if not _equal(before[section].get(name, _MISSING), after[section].get(name, _MISSING))
+    ]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return (
+            one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+        )
+    items, others = items_of(one), items_of(other)
+    if items is None or others is None:
+        if is_array(one):
+            return one.shape == other.shape and bool((one == other).all())
+        return bool(one == other)
+    owned, expected = dict(items), dict(others)
+    return list(owned) == list(expected) and all(
+        _equal(value, expected[key]) for key, value in owned.items()
+    )
 
 
 def _below(name: str, kept: KeptTensor | None) -> KeptTensor:
@@ -516,6 +581,8 @@ class Rollback:
         self.has_part_changed: Callable[[], bool] = _never
         self._own: tuple[torch.Tensor, ...] = ()
         self.snapshot: Snapshot = {}
+        # The state, and marks of its large tensors, where work between steps has begun.
+        self._unit: tuple[Snapshot, Mapping[Any, Any]] = ({}, {})
 
     def _weights(self) -> Sequence[torch.Tensor]:
         modules = list(self._job.modules.values())
@@ -548,6 +615,63 @@ class Rollback:
         self.has_part_changed = _never
         self._has_copies = is_copied and self._copy()
         self._expect(by_content=with_copies or compares_content(self._costs.steps))
+
+    # -- work between steps -------------------------------------------------------------------
+    #
+    # What the script has changed since the last boundary is repeated after a fault, up to the call
+    # of run.once. So only what the work itself changes is added to that boundary.
+
+    def begin_unit(self) -> None:
+        """Begin work between steps. Until :meth:`end_unit` the last boundary stays as it is."""
+        if not self.snapshot:
+            self.take()
+        self.snapshot = copied(self.snapshot)  # buffers are copied into the same memory each time
+        if not self._has_copies and self._keeps_earlier and not self._watch.has_changed:
+            self._has_copies = self._copy()  # the work may change large tensors
+        self._unit = copied(self._state.take()), self._marks()
+
+    def end_unit(self, record: Callable[[list[list[Any]]], None]) -> None:
+        """Add what the work has changed to the last boundary. ``record`` is called with the changed
+        parts, and adds the work to the job's finished units."""
+        (before, marks), self._unit = self._unit, ({}, {})
+        after = copied(self._state.take())
+        parts = changed_parts(before, after)
+        for section, name in parts:
+            if name in after[section]:
+                self.snapshot[section][name] = after[section][name]
+            else:
+                del self.snapshot[section][name]
+        now = self._marks()
+        changed = {key for key, mark in now.items() if marks.get(key) != mark}
+        if changed or marks.keys() != now.keys():
+            if self._has_copies:
+                self._copies.update(*self._copied_tensors(), changed)
+            self._has_changed = self._has_updates = False
+            self._expect(by_content=compares_content(self._costs.steps))
+        record(parts)
+        self.snapshot["units"] = copied(self._job.units)
+        self.snapshot["progress"]["units"] = self._job.progress.units
+        if self._has_copies and self._earlier is not None:
+            self._earlier = copied(self.snapshot)
+
+    def restore_unit(self, parts: Iterable[Part]) -> None:
+        """Give the parts that finished work has changed their values in the last boundary again."""
+        if self.snapshot:
+            self._state.restore_parts(self.snapshot, parts)
+
+    def _marks(self) -> Mapping[Any, Any]:
+        """A value for each large tensor that changes with it. On devices, only changes count that
+        torch counts."""
+        tensors = keyed_tensors(*self._copied_tensors())
+        counts = {key: (id(t), versions([t, local_value(t)])) for key, t in tensors.items()}
+        if not self._is_on_host:
+            return counts
+        return {key: (*count, contents([tensors[key]])) for key, count in counts.items()}
+
+    def _copied_tensors(
+        self,
+    ) -> tuple[Sequence[torch.Tensor], list[torch.optim.Optimizer], Mapping[Any, torch.Tensor]]:
+        return self._weights(), list(self._optimizers.values()), self._state.large()
 
     @property
     def _includes_gradients(self) -> bool:
@@ -610,12 +734,7 @@ class Rollback:
         began_s = SYSTEM_CLOCK.monotonic()
         self._earlier = None
         try:
-            self._copies.take(
-                self._weights(),
-                list(self._optimizers.values()),
-                self._state.large(),
-                self._job.tensors_of_modules(),
-            )
+            self._copies.take(*self._copied_tensors(), self._job.tensors_of_modules())
         except (torch.OutOfMemoryError, MemoryError):
             self._copies = WeightCopies()
             if self.needs_copies:
@@ -802,7 +921,7 @@ class Rollback:
         return True
 
     def _restore_copies(self) -> None:
-        self._copies.restore(self._weights(), list(self._optimizers.values()), self._state.large())
+        self._copies.restore(*self._copied_tensors())
 
     def _kept(self, path: Path, own: torch.Tensor | None) -> torch.Tensor | None:
         return self._copies.tensor(path, own)

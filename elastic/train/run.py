@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
@@ -74,6 +74,7 @@ from elastic.train.session import Scope, Session, StepCallbacks
 from elastic.train.sharded import StageReduction, reduce_stages
 from elastic.train.state import JobState
 from elastic.train.step import OwnBatch, Step
+from elastic.train.units import At, Units
 from elastic.tuning.intervals import (
     REPLICA_MEETS_S,
     SHARE_S,
@@ -94,9 +95,15 @@ class Attempts:
     """Begins and ends attempts, and tracks the objects that each registers. One per process."""
 
     def __init__(
-        self, session: Session, bootstrap: Bootstrap, loop: StepLoop, failure: FailureHook
+        self,
+        session: Session,
+        bootstrap: Bootstrap,
+        loop: StepLoop,
+        units: Units,
+        failure: FailureHook,
     ) -> None:
         self.failure = failure
+        self.units = units
         self._session = session
         self._registry = session.registry
         self._job = session.job
@@ -150,6 +157,8 @@ class Attempts:
                 "ranks have completed, so they do not call it",
                 hint=_ONE_FUNCTION,
             )
+        if self.units.is_running:
+            return  # a joining node skips the complete unit
         is_outside = not self._scope.owns_epochs and self._loop.current.step is None
         self._has_met_outside |= self._scope.in_retry and is_outside
 
@@ -162,6 +171,7 @@ class Attempts:
         self._session.callbacks.begin_attempt(is_again=is_again)
         self._session.listeners.begin_attempt(is_again=is_again)
         self._modes.begin_attempt(is_again=is_again)
+        self.units.begin_attempt()
         self._scope.passes = 0
         if not is_again:
             self._random.take()
@@ -210,8 +220,10 @@ class Attempts:
         self._session.strategy.training_returned()
         self._loop.finish()
         self._session.strategy.end_attempt()
-        if self._lifecycle.is_restored and self._session.strategy.can_roll_back:
-            self._progress.attempt_ended()
+        is_restored = self._lifecycle.is_restored
+        self._progress.call_ended(
+            takes_boundary=is_restored and self._session.strategy.can_roll_back
+        )
 
     def begin_own_step(self) -> Step:
         """Begin a step of the script's own loop, in which each rank has the same share."""
@@ -231,26 +243,29 @@ class Attempts:
         step.only_micro_batch()
         return step
 
-    def attempt(self, *, is_again: bool) -> Attempt:
-        """Create one call of the training function. ``is_again``: not the first one."""
-        return Attempt(self, self._session, is_again=is_again)
+    def attempt(self, *, is_again: bool, is_last: bool) -> Attempt:
+        """Create one call of the training function. ``is_again``: not the first one. ``is_last``:
+        no other call of ``run.retry`` follows."""
+        return Attempt(self, self._session, is_again=is_again, is_last=is_last)
 
 
 class Attempt:
     """One call of the training function: ``with attempt: …``. Created by ``run.attempts()``."""
 
-    def __init__(self, attempts: Attempts, session: Session, *, is_again: bool) -> None:
+    def __init__(
+        self, attempts: Attempts, session: Session, *, is_again: bool, is_last: bool
+    ) -> None:
         self._attempts = attempts
         self._session = session
         self._scope = session.scope
-        self._is_again = is_again
+        self._is_again, self._is_last = is_again, is_last
         self._is_inner = session.scope.in_retry
         self.is_over = False
         self.succeeded = False
 
     def __enter__(self) -> None:
         if not self._is_inner:
-            self._scope.in_retry = True
+            self._scope.in_retry, self._scope.is_last_call = True, self._is_last
             self._attempts.begin(is_again=self._is_again)
 
     def __exit__(
@@ -289,7 +304,7 @@ class Attempt:
                 raise
             error = failure
         finally:
-            self._scope.in_retry = False
+            self._scope.in_retry, self._scope.is_last_call = False, True
         refuse_stale_group(error)
         if not strategy.is_fault(error):
             _refuse_single_samples(error, self._session)
@@ -528,18 +543,6 @@ def assemble(
     session.strategy = Restart(session)
     early_leave = EarlyLeave(session)
     changes = ChangeDetector(job, lambda: checkpoints.is_on)
-    hooks.install(
-        (
-            StepAccount(journal),
-            metrics,
-            progress_line,
-            profiler,
-            early_leave,
-            changes,
-            ModuleStructures(job.modules.values),
-            listeners,
-        )
-    )
     failure = FailureHook(journal, session.position)
     in_process = None
     if worlds is not None:
@@ -554,12 +557,26 @@ def assemble(
         failure.notify = worlds.fail
     bootstrap = Bootstrap(session, in_process)
     loop = StepLoop(session, bootstrap, early_leave, changes.copies)
+    units = Units(session, bootstrap, loop, timer.restart)
+    hooks.install(
+        (
+            StepAccount(journal),
+            metrics,
+            progress_line,
+            profiler,
+            early_leave,
+            changes,
+            units,
+            ModuleStructures(job.modules.values),
+            listeners,
+        )
+    )
     return Components(
         session=session,
         bootstrap=bootstrap,
         loop=loop,
         changes=changes,
-        attempts=Attempts(session, bootstrap, loop, failure),
+        attempts=Attempts(session, bootstrap, loop, units, failure),
         metrics=metrics,
         profiler=profiler,
         failure=failure,
@@ -1105,7 +1122,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
             self._parts.session.registry.piggyback(manager.flags)
         return loops.steps(self._parts.loop, loader)
 
-    def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def retry(self, fn: Callable[..., T], *args: Any, is_last: bool = True, **kwargs: Any) -> T:
         """Call ``fn`` in a world: the single recovery point, around the complete loop.
 
         When the world changes, ``fn`` is called again in the next one: loops resume, and local
@@ -1113,28 +1130,77 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         retry, all exceptions propagate to the outer one. If the launcher cannot change worlds in
         process, the agent restarts it after a fault. Raises ConfigError if ``fn`` is no function.
 
+        ``is_last=False``: other calls follow in the same training, for example one for each epoch
+        of a framework. The state is not saved at the end of such a call. All ranks make the same
+        calls in the same order, also those that join later: calls that other ranks have completed
+        have no effect there.
+
         Returns what ``fn`` returns. It is None on a rank that was interrupted in ``fn`` while the
         others completed it, and on one that joined later: no step is left in which it could begin.
         """
         errors.function("run.retry", fn, hint="pass the function itself: run.retry(train)")
         self._parts.changes.call(fn, args, kwargs)
         result: Any = None  # of the last call that has returned
-        for attempt in self.attempts():
+        for attempt in self.attempts(is_last=is_last):
             with attempt:
                 result = fn(*args, **kwargs)
         return cast("T", result)
 
-    def attempts(self) -> Iterator[Attempt]:
+    def attempts(self, *, is_last: bool = True) -> Iterator[Attempt]:
         """Inline form of :meth:`retry`: ``for attempt in run.attempts(): with attempt: …``."""
         is_again = False
         while True:
-            attempt = self._parts.attempts.attempt(is_again=is_again)
+            attempt = self._parts.attempts.attempt(is_again=is_again, is_last=is_last)
             is_again = True
             yield attempt
             if not attempt.is_over:
                 return  # the loop was left with `break`
             if attempt.succeeded:
                 return
+
+    # -- work between steps -----------------------------------------------------------------------
+
+    def once(
+        self,
+        name: str,
+        fn: Callable[..., T],
+        *args: Any,
+        at: At | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """Call ``fn`` on all ranks between two steps: an evaluation, a save, a log.
+
+        If a fault interrupts it, its changes are undone and the next call of ``once`` repeats it;
+        the step before it is not repeated. It is complete when ``fn`` has returned on all ranks.
+        From then on its changes of the job's state (tracked objects, :attr:`state`) are kept, and a
+        call at the same place in training is skipped where :meth:`retry` calls its function again.
+        It is no step: step numbers and saves by step do not count it.
+
+        ``at``: the place in training, if the script decides by the job's state which work is due,
+        ``at=step``; by default the call's place in the script, of which everything before the loop
+        that resumes is past. Within a step that is not committed, ``fn`` is a part of that step.
+        Outside of :meth:`retry`, this is a call of retry by itself.
+
+        Returns what ``fn`` returns, which must be of the types of :attr:`state`, and the same on
+        all ranks. A skipped call returns that value, or where no step since has one at this place,
+        the last value of that name. Raises ConfigError if ``fn`` is no function, TrainingError for
+        a value that cannot be kept and for a function that trains steps, and the same errors as
+        :meth:`epochs`.
+        """
+        errors.instance("run.once", name, str, hint='run.once("evaluate", evaluate)')
+        errors.function("run.once", fn, hint='run.once("evaluate", evaluate)')
+        result: Any = None
+        for attempt in self._attempts_of_unit():
+            with attempt:
+                result = self._parts.attempts.units.run(name, lambda: fn(*args, **kwargs), at)
+        return cast("T", result)
+
+    def _attempts_of_unit(self) -> Iterator[AbstractContextManager[object]]:
+        session = self._parts.session
+        can_recover = session.strategy.can_recover or not session.lifecycle.has_world
+        if session.scope.in_retry or not can_recover:
+            return iter((nullcontext(),))
+        return self.attempts(is_last=False)
 
     # -- for frameworks with their own loop -----------------------------------------------------
 
@@ -1148,9 +1214,14 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         return self._parts.attempts.begin_own_step()
 
     def commit(self) -> None:
-        """Commit the step begun by :meth:`begin`. Raises TrainingError if some of its micro-batches
-        are missing."""
-        self._parts.loop.commit()
+        """Commit the step begun by :meth:`begin`, or end the current step of a loop over a loader.
+
+        What follows in the loop, such as logging or :meth:`once`, then belongs to no step. Call it
+        after everything that the step changes: a fault that interrupts the rest of the loop's body
+        does not repeat it. Without a current step it has no effect. Raises TrainingError if some of
+        the step's micro-batches are missing.
+        """
+        self._parts.loop.commit_early()
 
     def is_fault(self, error: BaseException) -> bool:
         """Whether ``error`` means that the world has ended, so that :meth:`recover` can help."""

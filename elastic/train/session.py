@@ -60,6 +60,10 @@ class RecoveryStrategy(Protocol):
     def end_attempt(self) -> None:
         """Called when the last step is committed."""
 
+    @property
+    def can_recover(self) -> bool:
+        """Whether this process continues after a fault."""
+
     # -- steps --------------------------------------------------------------------------------
 
     @property
@@ -109,6 +113,7 @@ class Scope:
     """The part of the API that the script is in. One per process."""
 
     in_retry: bool = False  # within run.retry, run.attempts, or after run.begin
+    is_last_call: bool = True  # of run.retry: its end saves the state
     owns_epochs: bool = False  # run.epochs counts epochs; otherwise each pass over a loader is one
     epochs: int | None = None  # the count of run.epochs
     total_steps: int | None = None  # of the job, from run.plan_steps

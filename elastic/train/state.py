@@ -3,7 +3,7 @@
 The state as a tree::
 
     {"model": {"model": state_dict, …}, "tracked": {"optimizer": state_dict, …},
-     "state": run.state, "progress": vars(Progress), "seed": …, "loaders": {…}}
+     "state": run.state, "units": …, "progress": vars(Progress), "seed": …, "loaders": {…}}
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ from elastic.train.sharding import (
 from elastic.train.step import Progress
 from elastic.train.values import Writing, plain_form, typed_form
 
+Units = dict[str, list[list[Any]]]
+"""Finished calls of ``run.once`` with a name, at the last step that has one: each is a
+:class:`elastic.train.units.UnitRecord` as a list."""
+
 UNKNOWN_COMMITS = 3  # before which gradients are saved: the next step may add to them
 
 
@@ -61,6 +65,7 @@ class JobState:
     loaders: dict[str, ElasticLoader] = field(default_factory=dict)
     open_batch: set[str] = field(default_factory=set)  # loaders whose global batch was not given
     user: dict[str, Any] = field(default_factory=dict)
+    units: Units = field(default_factory=dict)  # of work between steps that are finished, by name
     is_sharded: bool = False  # elastic.join(mesh=…): each rank holds shards of a replica
     stage: StagePlace | None = None  # the pipeline stage of this rank, among several
     is_rebuilt: bool = False  # run.build was called: each world has a new model and optimizers
@@ -116,9 +121,9 @@ class JobState:
         self._refuse_sharded(name, tracked)
         if isinstance(tracked, torch.optim.Optimizer):
             settings = [{k: v for k, v in g.items() if k != "params"} for g in tracked.param_groups]
-            _require_storable(f"run.track({name}=…)", {"param_groups": settings})
+            require_storable(f"run.track({name}=…)", {"param_groups": settings})
         elif not isinstance(tracked, nn.Module):
-            _require_storable(f"run.track({name}=…)", tracked.state_dict())
+            require_storable(f"run.track({name}=…)", tracked.state_dict())
         self.tracked[name] = tracked
 
     def check_unsharded(self) -> None:
@@ -213,7 +218,9 @@ class JobState:
             modules |= {name: m.state_dict() for name, m in self.built.modules.items()}
             tracked |= {name: t.state_dict() for name, t in self.built.tracked.items()}
         # Modules' extra state may have any types.
-        plain, types = plain_form({"model": modules, "tracked": tracked, "state": self.user})
+        plain, types = plain_form(
+            {"model": modules, "tracked": tracked, "state": self.user, "units": self.units}
+        )
         return {
             **plain,
             "types": types,
@@ -288,7 +295,12 @@ class JobState:
         """Raise TrainingError for a value in ``run.state`` that checkpoints and messages to other
         ranks cannot hold: otherwise the first save, or the first recovery, would fail."""
         if not is_plain(self.user):
-            _require_storable("run.state", self.user)
+            require_storable("run.state", self.user)
+
+    def set_units(self, units: Units) -> None:
+        """Replace the finished units of work between steps."""
+        self.units.clear()
+        self.units.update(units)
 
     def data_position(self) -> dict[str, Any]:
         """The position of each loader, for the inspection of checkpoints."""
@@ -356,6 +368,7 @@ class JobState:
             self.keeps_gradients |= tree.get("keeps_gradients", True)  # not in older checkpoints
             self.set_gradients(gradients)
         writing.write(self.user, _typed(tree, "state"))
+        self.set_units(_typed(tree, "units") if "units" in tree else {})  # not in older checkpoints
         self.progress.load(tree["progress"])
         for name in self.loaders.keys() & tree["loaders"].keys():
             self.loaders[name].load_state_dict(tree["loaders"][name])
@@ -414,7 +427,7 @@ def _typed(tree: Mapping[str, Any], key: str) -> Any:
     return typed_form({key: tree[key]}, types)[key]
 
 
-def _require_storable(owner: str, state: Any) -> None:
+def require_storable(owner: str, state: Any) -> None:
     """Raise TrainingError for a value that checkpoints and messages to other ranks cannot hold."""
     try:
         flatten(plain_form(state)[0])

@@ -25,6 +25,8 @@ class Progress:
     last: tuple[int, int, int] = (0, 0, 0)
     callbacks_left: int = 0
     passes: int = 0  # over loaders, begun since the job began
+    units: int = 0  # of work between steps, finished by run.once since the job began
+    calls: int = 0  # of run.retry, completed
     # The loader over which the script's current pass is, or was the last one; empty: none.
     place: str = ""
     # Why weights are copied at the beginning of each step; empty: no step has needed it so far.

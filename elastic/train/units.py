@@ -1,0 +1,195 @@
+"""``run.once``: work of all ranks between two steps, such as an evaluation, a save or a log.
+
+A unit of work is complete once its function has returned on all ranks: then its changes are added
+to the boundary of the last step, and the job's state records the unit. A fault before that undoes
+the changes, and the call is made again; after it, calls for the same unit are skipped.
+
+A unit is known by its name and its place in training: how many calls of ``run.retry``, steps,
+passes and epochs were before it, and which of the calls with this name it is there. Where the
+training function is called again and has not reached the loop in which it resumes, calls are past:
+everything before the loop has happened. A script that decides by its state which work is due makes
+such calls, too; it names the place itself (``at=``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.errors import TrainingError
+from elastic.groups.collectives import all_sum
+from elastic.hangs.page import Phase, phases
+from elastic.telemetry.log import get_logger
+from elastic.train.copies import copied
+from elastic.train.hooks import Hook
+from elastic.train.loop import OWN_LOOP, StepLoop
+from elastic.train.recovery import Bootstrap
+from elastic.train.sampler import derive_seed, seed_all
+from elastic.train.session import Session
+from elastic.train.state import require_storable
+
+_UNIT = 0x6F6E6365  # for random numbers in units, which are the same on all ranks
+_AFTER = 1  # and for those of the script after them
+
+At = int | str
+"""A place that the script names."""
+_Place = list[int]  # calls of run.retry, steps, passes, epoch, and calls of run.once here
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """A finished unit. In the job's state, a list of these values."""
+
+    at: Any  # At | _Place
+    value: Any  # that the function has returned
+    parts: list[list[Any]]  # of the state that it has changed
+    number: int  # of all units of the job, from 0
+
+
+class Units(Hook):
+    """Work between steps. One per process. ``restart_timer``: excludes it from the next step's
+    time."""
+
+    def __init__(
+        self,
+        session: Session,
+        bootstrap: Bootstrap,
+        loop: StepLoop,
+        restart_timer: Callable[[], None],
+    ) -> None:
+        self._session = session
+        self._job = session.job
+        self._progress = session.progress
+        self._current = session.current
+        self._lifecycle = session.lifecycle
+        self._bootstrap = bootstrap
+        self._loop = loop
+        self._restart_timer = restart_timer
+        self.is_running = False
+        # Calls at a place, by name, in this call of the training function.
+        self._calls: dict[str, _Place] = {}
+        self._interrupted: tuple[str, int] | None = None  # a unit's name, and the step after it
+
+    def begin_attempt(self) -> None:
+        """Called before each call of the training function."""
+        self._calls.clear()
+
+    def run(self, name: str, function: Callable[[], Any], at: At | None) -> Any:
+        """Complete a unit on all ranks, unless it is complete. Returns the function's value."""
+        if self.is_running:
+            return function()  # a part of the unit that calls it
+        self._loop.settle()
+        self._bootstrap.enter_loop()
+        if self._current.step is not None or self._current.accumulation.since is not None:
+            value = function()
+            self._meet()  # otherwise a rank may commit the step, and another one die in this work
+            return value
+        record = self._finished(name, at)
+        if record is None:
+            record = self._complete(name, function, at)
+        elif self._session.strategy.can_roll_back:
+            self._progress.restore_unit(record.parts)
+        if self._interrupted is not None and self._interrupted[0] == name:
+            self._interrupted = None
+        # Random numbers after it are the same whether it was skipped or not.
+        seed_all(derive_seed(self._job.seed, _UNIT, record.number, _AFTER))
+        return copied(record.value)
+
+    # -- which units are complete -------------------------------------------------------------
+
+    def _finished(self, name: str, at: At | None) -> UnitRecord | None:
+        """The record of the unit that this call means; None if it is to be done."""
+        records = [UnitRecord(*each) for each in self._job.units.get(name, [])]
+        if self._progress.is_in_past_call:
+            return records[-1] if records else UnitRecord("", None, [], -1)
+        if at is not None:
+            return next((each for each in records if each.at == at), None)
+        place = self._place(name)
+        records = [each for each in records if isinstance(each.at, list)]
+        if not records:
+            self._calls[name] = place
+            return None
+        is_before_loop = self._progress.is_before_place and self._job.progress.place != OWN_LOOP
+        if not is_before_loop:
+            self._calls[name] = place
+            if place > records[-1].at:
+                return None
+        return next((each for each in records if each.at == place), records[-1])
+
+    def _place(self, name: str) -> _Place:
+        progress = self._job.progress
+        here = [progress.calls, progress.step, progress.passes, progress.epoch]
+        before = self._calls.get(name, [])
+        return [*here, before[-1] + 1 if before[:-1] == here else 0]
+
+    # -- a unit -------------------------------------------------------------------------------
+
+    def _complete(self, name: str, function: Callable[[], Any], at: At | None) -> UnitRecord:
+        job, progress = self._job, self._job.progress
+        place = self._calls[name] if at is None else at
+        self._loop.call_back_again()
+        self._lifecycle.settle()
+        is_recorded = self._session.strategy.can_roll_back
+        self._progress.script_has_run()
+        if is_recorded:
+            self._progress.begin_unit()
+        number, step = progress.units, progress.step
+        seed_all(derive_seed(job.seed, _UNIT, number))
+        self._interrupted, self.is_running = (name, step), True
+        before = phases.enter(Phase.EVALUATION)
+        try:
+            value = function()
+            self._loop.settle()
+            if progress.step != step or self._current.step is not None:
+                raise _trains(name)
+            require_storable(f"run.once({name!r}): the value of its function", value)
+            job.check_user()
+            self._lifecycle.settle()
+            self._meet()
+        finally:
+            self.is_running = False
+            phases.enter(before)
+
+        def note(parts: list[list[Any]]) -> None:
+            progress.units += 1
+            # Calls of one place are told apart by the record of each; one suffices of any other.
+            kept = job.units.get(name, []) if isinstance(place, list) else []
+            kept = [each for each in kept if _is_at_step_of(each[0], place)]
+            job.units[name] = [*kept, [place, copied(value), parts, number]]
+
+        if is_recorded:
+            self._progress.end_unit(note)
+        else:
+            note([])
+        self._restart_timer()
+        return UnitRecord(*job.units[name][-1])
+
+    def _meet(self) -> None:
+        if self._lifecycle.world.size > 1:
+            with self._lifecycle.replica.whole():
+                all_sum([1.0])
+
+    def begin(self, number: int) -> None:
+        """See :class:`Hook`. Warns if a fault has interrupted a unit, and the script continues
+        without it."""
+        if self._interrupted is not None and number >= self._interrupted[1]:
+            (name, step), self._interrupted = self._interrupted, None
+            get_logger().warning(
+                "run.once(%r) was interrupted after %d steps, and was not called again before step "
+                "%d: a loop over batches resumes with the next batch. Call it in a function of "
+                "run.after_step, or before the loop, with at=",
+                *(name, step, number),
+            )
+
+
+def _is_at_step_of(place: Any, other: Any) -> bool:
+    return isinstance(place, list) and place[:2] == other[:2]
+
+
+def _trains(name: str) -> TrainingError:
+    return TrainingError(
+        f"the function of run.once({name!r}) has trained a step",
+        hint="run.once is for work between steps, such as an evaluation: train in the function of "
+        "run.retry",
+    )
