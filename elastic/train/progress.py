@@ -410,20 +410,25 @@ class RankProgress:
         """A call of run.retry is complete: a fault after it does not repeat its end.
 
         A call that other ranks have completed has no effect on this rank, which returns to the
-        boundary with which it has joined: that of a later call.
+        boundary with which it has joined: that of a later call. The same applies where the job has
+        resumed from a checkpoint in a later call.
         """
-        is_past, progress = self.is_catching_up, self._job.progress
+        is_caught_up, is_past, progress = (
+            self.is_catching_up,
+            self.is_in_past_call,
+            self._job.progress,
+        )
         self.retries += 1
-        if not takes_boundary:
-            return
-        if is_past:
+        if is_caught_up:
             self._restore_boundary()
+        if is_caught_up or (is_past and self._place):
             self.is_before_place = bool(self._place)
             return
-        progress.place = ""
         progress.calls = max(progress.calls, self.retries + self._omitted)
-        self.is_before_place = False
-        self._take()
+        if takes_boundary:
+            progress.place = ""
+            self.is_before_place = False
+            self._take()
 
     def _take(self) -> None:
         self.rollback.take()

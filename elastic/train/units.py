@@ -105,23 +105,21 @@ class Units(Hook):
             return records[-1] if records else UnitRecord("", None, [], -1)
         if at is not None:
             return next((each for each in records if each.at == at), None)
-        place = self._place(name)
-        records = [each for each in records if isinstance(each.at, list)]
-        if not records:
-            self._calls[name] = place
-            return None
-        is_before_loop = self._progress.is_before_place and self._job.progress.place != OWN_LOOP
-        if not is_before_loop:
-            self._calls[name] = place
-            if place > records[-1].at:
-                return None
-        return next((each for each in records if each.at == place), records[-1])
-
-    def _place(self, name: str) -> _Place:
         progress = self._job.progress
         here = [progress.calls, progress.step, progress.passes, progress.epoch]
+        records = [each for each in records if isinstance(each.at, list)]
+        if records and self._progress.is_before_place:
+            last = records[-1]
+            if progress.place != OWN_LOOP:
+                return last  # everything before the loop has happened
+            if last.at[:2] == here[:2]:
+                here = last.at[:-1]  # the pass that it came before may have begun
         before = self._calls.get(name, [])
-        return [*here, before[-1] + 1 if before[:-1] == here else 0]
+        place = [*here, before[-1] + 1 if before[:-1] == here else 0]
+        self._calls[name] = place
+        if not records or place > records[-1].at:
+            return None
+        return next((each for each in records if each.at == place), records[-1])
 
     # -- a unit -------------------------------------------------------------------------------
 
