@@ -666,7 +666,9 @@ class Rollback:
         counts = {key: (id(t), versions([t, local_value(t)])) for key, t in tensors.items()}
         if not self._is_on_host:
             return counts
-        return {key: (*count, contents([tensors[key]])) for key, count in counts.items()}
+        return {
+            key: (*count, contents([local_value(tensors[key])])) for key, count in counts.items()
+        }
 
     def _copied_tensors(
         self,

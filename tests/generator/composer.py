@@ -52,6 +52,7 @@ SELDOM = """from elastic.train import rollback
 rollback.COPY_IS_CHEAP_S = rollback.AFFORDABLE_FRACTION = 0.0
 """
 RETRY, ATTEMPTS, RESTART = "run.retry", "run.attempts", "restart"
+EACH_EPOCH = "run.retry of each epoch"
 WHOLE, REPLICAS, MESH, BUILD = "", "replicas", "mesh", "build"
 SHARDED = {
     REPLICAS: """
@@ -130,7 +131,7 @@ class Script:
                 rest.append(plainest)
             if is_valid(rest, self.sharding):
                 yield replace(self, parts=_ordered(self.parts, rest))
-        if self.recovery == ATTEMPTS:
+        if self.recovery in (ATTEMPTS, EACH_EPOCH):
             yield replace(self, recovery=RETRY)
         if self.is_inside:
             yield replace(self, is_inside=False)
@@ -163,10 +164,17 @@ def draw_script(
             parts = [part for part in parts if part.kind in REQUIRED] + optional
             chosen = recovery or draw.choice([RETRY, RETRY, RETRY, ATTEMPTS])
             is_inside = not sharding and draw.random() < 0.15
+            if chosen == RETRY and not (sharding or is_inside or _counts_epochs(parts)):
+                chosen = draw.choice([RETRY, RETRY, EACH_EPOCH])
             is_copied_seldom = draw.random() < 0.3
             return Script(
                 tuple(parts), chosen, has_checkpoints, sharding, is_inside, is_copied_seldom
             )
+
+
+def _counts_epochs(parts: Sequence[Part]) -> bool:
+    """Whether a part leaves the loop over epochs early."""
+    return any("break" in line for part in parts for line in part.lines("epoch_end"))
 
 
 def _possible(parts: Sequence[Part], sharding: str, with_open: bool) -> list[Part]:
@@ -321,17 +329,24 @@ class _Composition:
 
     def _train(self) -> str:
         body = [*self._all("step_start"), *self._filled(self._by_kind["update"])]
+        body += self._all("step_end")
         steps = []
         for line in self._by_kind["loop"].lines("head"):
             steps += _indented(body) if line.strip() == "BODY" else [line]
         epochs = ["for epoch in run.epochs(EPOCHS):"]
         epochs += _indented([*self._all("epoch_start"), *steps, *self._all_filled("epoch_end")])
+        name = "train()"
+        if self._script.recovery == EACH_EPOCH:
+            name = "train(epoch)"
+            epochs = ['if run.state.setdefault("epoch", 0) > epoch:', "    return"]
+            epochs += [*self._all("epoch_start"), *steps, *self._all_filled("epoch_end")]
+            epochs += ['run.state["epoch"] = epoch + 1']
         body = [*self._unpacked(), *self._all("train_start"), *epochs]
         if self._script.is_inside:
             body = [*self._registered(), *body]
         if self._has_inner_result:
             body += [f"result.update({self._result()})"]
-        return "\n".join(["def train():", *_indented(body)])
+        return "\n".join([f"def {name}:", *_indented(body)])
 
     def _unpacked(self) -> list[str]:
         if self._sharding != BUILD:
@@ -360,6 +375,7 @@ class _Composition:
         call = {
             RETRY: "run.retry(train)",
             ATTEMPTS: "for attempt in run.attempts():\n    with attempt:\n        train()",
+            EACH_EPOCH: "for epoch in range(EPOCHS):\n    run.retry(train, epoch, is_last=False)",
             RESTART: "train()",
         }[self._script.recovery]
         if self._has_inner_result:

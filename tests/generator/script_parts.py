@@ -37,6 +37,7 @@ class Part:
     head: str = ""  # of the loop over steps; BODY is replaced
     body: str = ""  # of a step; LOSS, GRADIENTS, STEP and AFTER are replaced
     after_update: str = ""
+    step_end: str = ""  # after the body of a step
     epoch_end: str = ""
     result: str = ""  # entries of a dict
     draws_by_rank: bool = False  # random numbers that depend on the number of ranks
@@ -2047,6 +2048,166 @@ DEPENDS_ON_MICRO_BATCHES = (
     "model:spectral norm",
     "model:statistics over all ranks",
 )
+
+EXAMINE = """
+        run.state.setdefault("examined", 0)
+        run.state.setdefault("least", 1e9)
+        run.state.setdefault("waits", 0)
+"""
+# The function of run.once: it changes the state, and communicates in the middle.
+EXAMINED = """
+        def examine():
+            inputs, targets = x[:12], targets_of(x[:12])
+            run.state["examined"] += 1
+            model.eval()
+            with torch.no_grad():
+                LOSS
+            model.train()
+            value = run.mean(1, value=loss.detach())["value"]
+            run.state["waits"] = 0 if value < run.state["least"] else run.state["waits"] + 1
+            run.state["least"] = min(value, run.state["least"])
+            return value
+
+
+"""
+RESULT_OF_EXAMINE = """
+        "examined": run.state["examined"], "least": run.state["least"],
+        "waits": run.state["waits"], "last": run.state["last"]
+"""
+BETWEEN = (
+    Part(
+        kind="between",
+        name="commit in the step",
+        is_shardable=True,
+        step_end="""
+        run.commit()
+        run.mean(1, step=i)
+        """,
+    ),
+    Part(
+        kind="between",
+        name="once at the epoch's end",
+        is_shardable=True,
+        train_start=EXAMINE,
+        epoch_end=EXAMINED
+        + """
+        run.state["last"] = run.once("examine", examine)
+        run.mean(1, epoch=epoch)
+        run.state["last"] += run.once("examine", examine)
+        """,
+        result=RESULT_OF_EXAMINE,
+        gives=("collective at the epoch's end",),
+        excludes=("model:branch of every second step",),
+    ),
+    Part(
+        kind="between",
+        name="once before the loop",
+        is_shardable=True,
+        train_start="""
+        run.state.setdefault("heads", [])
+        run.once("start", lambda: run.state["heads"].append(-1))
+        """,
+        epoch_start="""
+        run.once("epoch", lambda: run.state["heads"].append(epoch))
+        """,
+        result='"heads": torch.tensor(run.state["heads"])',
+    ),
+    Part(
+        kind="between",
+        name="once in a callback",
+        train_start=EXAMINE,
+        build="""
+        seen = []
+
+
+        def examine():
+            run.state["examined"] += 1
+            norm = sum(float(p.detach().abs().sum()) for p in network.parameters())
+            return run.mean(1, norm=norm)["norm"]
+
+
+        def examine_some(step):
+            if step.number % 3 != 1:
+                return
+            value = run.once("examine", examine)
+            run.state["least"] = min(value, run.state["least"])
+            run.state["last"] = value
+
+
+        run.after_step(examine_some)
+        """,
+        result=RESULT_OF_EXAMINE,
+        excludes=("swaps",),
+    ),
+    Part(
+        kind="between",
+        name="once if it is due",
+        train_start=EXAMINE
+        + """
+        run.state.setdefault("due", -1)
+
+
+        def examine():
+            run.state["examined"] += 1
+            run.state["waits"] = run.state["due"]
+            run.state["due"] = -1
+            norm = sum(float(p.detach().abs().sum()) for p in network.parameters())
+            norm = run.mean(1, norm=norm)["norm"]
+            run.state["least"] = min(norm, run.state["least"])
+            run.state["last"] = norm
+            return norm
+
+
+        """,
+        epoch_start="""
+        if run.state["due"] >= 0:
+            run.once("examine", examine, at=run.state["due"])
+        """,
+        step_start="""
+        if i in (1, 2):
+            run.state["due"] = 10 * epoch + i
+        """,
+        step_end="""
+        run.commit()
+        if run.state["due"] >= 0:
+            run.once("examine", examine, at=run.state["due"])
+        """,
+        result=RESULT_OF_EXAMINE,
+        excludes=("update:accumulated over batches", "update:every third step skipped"),
+    ),
+    Part(
+        kind="between",
+        name="once with averaged weights",
+        imports="import copy",
+        train_start=EXAMINE,
+        build="""
+        best = copy.deepcopy(network).requires_grad_(False)
+        """,
+        tracked="best=best",
+        epoch_end="""
+        def examine():
+            run.state["examined"] += 1
+            norm = sum(float(p.detach().abs().sum()) for p in network.parameters())
+            norm = run.mean(1, norm=norm)["norm"]
+            if norm < run.state["least"]:
+                run.state["least"] = norm
+                best.load_state_dict(network.state_dict())
+            return norm
+
+
+        kept = copy.deepcopy(network.state_dict())
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(0.5)
+        run.state["last"] = run.once("examine", examine)
+        network.load_state_dict(kept)
+        """,
+        result=RESULT_OF_EXAMINE + ', **leaves("best", best.state_dict())',
+        gives=("swaps", "collective at the epoch's end"),
+        excludes=("model:weight norm", "model:spectral norm", "model:forward hook"),
+    ),
+)
+
 DATA = (
     Part(
         kind="data",
@@ -2202,6 +2363,7 @@ OPTIONAL: dict[str, tuple[tuple[Part, ...], tuple[float, float, float]]] = {
     "state": (STATES, (0.45, 0.45, 0.1)),
     "change": (CHANGES, (0.65, 0.35, 0.0)),
     "evaluation": (EVALUATIONS, (0.7, 0.3, 0.0)),
+    "between": (BETWEEN, (0.65, 0.35, 0.0)),
 }
 REQUIRED: dict[str, tuple[Part, ...]] = {
     "model": MODELS,
