@@ -2137,7 +2137,8 @@ BETWEEN = (
         run.after_step(examine_some)
         """,
         result=RESULT_OF_EXAMINE,
-        excludes=("swaps",),
+        # If a loop over next(batches) is left for good, the last step ends with the function.
+        excludes=("swaps", "evaluation:early stopping"),
     ),
     Part(
         kind="between",
@@ -2202,7 +2203,7 @@ BETWEEN = (
         run.state["last"] = run.once("examine", examine)
         network.load_state_dict(kept)
         """,
-        result=RESULT_OF_EXAMINE + ', **leaves("best", best.state_dict())',
+        result=RESULT_OF_EXAMINE.rstrip() + ',\n        **leaves("best", best.state_dict())\n',
         gives=("swaps", "collective at the epoch's end"),
         excludes=("model:weight norm", "model:spectral norm", "model:forward hook"),
     ),
