@@ -164,7 +164,7 @@ def draw_script(
             parts = [part for part in parts if part.kind in REQUIRED] + optional
             chosen = recovery or draw.choice([RETRY, RETRY, RETRY, ATTEMPTS])
             is_inside = not sharding and draw.random() < 0.15
-            if chosen == RETRY and not (sharding or is_inside or _counts_epochs(parts)):
+            if chosen == RETRY and not (sharding or is_inside or _needs_epochs(parts)):
                 chosen = draw.choice([RETRY, RETRY, EACH_EPOCH])
             is_copied_seldom = draw.random() < 0.3
             return Script(
@@ -172,9 +172,12 @@ def draw_script(
             )
 
 
-def _counts_epochs(parts: Sequence[Part]) -> bool:
-    """Whether a part leaves the loop over epochs early."""
-    return any("break" in line for part in parts for line in part.lines("epoch_end"))
+def _needs_epochs(parts: Sequence[Part]) -> bool:
+    """Whether a part leaves the loop over epochs early, or draws numbers at an epoch's beginning:
+    only run.epochs seeds those."""
+    ends = [line for part in parts for line in part.lines("epoch_end")]
+    starts = [line for part in parts for line in part.lines("epoch_start")]
+    return any("break" in line for line in ends) or any("rand" in line for line in starts)
 
 
 def _possible(parts: Sequence[Part], sharding: str, with_open: bool) -> list[Part]:
