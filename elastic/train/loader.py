@@ -1094,6 +1094,12 @@ class ElasticLoader:
             self.begin_epoch(self.position.epoch + 1)
         self.resumes_at_end = False
 
+    def call_ended(self) -> None:
+        """A call of ``run.retry`` is complete, and with it the code after a complete pass."""
+        if self.resumes_at_end:
+            self.resumes_at_end = False
+            self.begin_pass()
+
     def state_dict(self) -> dict[str, Any]:
         """The position, and everything that it depends on, as JSON values."""
         state = {**self.sampler.state_dict(), "follows": self.following.follows}

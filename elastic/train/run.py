@@ -219,6 +219,9 @@ class Attempts:
         self._loop.settle_last()
         self._session.strategy.training_returned()
         self._loop.finish()
+        if not self._progress.is_in_past_call:
+            for loader in self._job.loaders.values():
+                loader.call_ended()
         self._session.strategy.end_attempt()
         is_restored = self._lifecycle.is_restored
         self._progress.call_ended(

@@ -1,0 +1,263 @@
+"""Work between steps (``run.once``), ``run.commit`` in a loop, several calls of ``run.retry``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.run_kit import STEPS_PER_EPOCH, Job, job, parts_of, process, steps_of_job
+
+import checkpoints
+from elastic.errors import ConfigError, TrainingError
+
+
+def times_called(calls: list[str], name: str) -> Callable[[], int]:
+    def work() -> int:
+        calls.append(name)
+        return len(calls)
+
+    return work
+
+
+def test_each_call_does_its_work_in_an_undisturbed_run() -> None:
+    calls: list[str] = []
+    with process() as run:
+        script = job(run)
+
+        def train() -> None:
+            assert run.once("start", times_called(calls, "start")) == 1
+            for _ in run.epochs(2):
+                for x, y in script.loader:
+                    script.update(x, y)
+                values = [run.once("end", times_called(calls, "end")) for _ in range(2)]
+                assert values[1] == values[0] + 1
+
+        run.retry(train)
+        assert steps_of_job(run) == 2 * STEPS_PER_EPOCH
+    assert calls == ["start", "end", "end", "end", "end"]
+
+
+def test_work_with_the_same_place_is_done_once() -> None:
+    calls: list[str] = []
+    with process() as run:
+        job(run)
+
+        def train() -> None:
+            for at in (1, 1, "x", 1):
+                run.once("save", times_called(calls, str(at)), at=at)
+
+        run.retry(train)
+    assert calls == ["1", "x", "1"], "the last finished work of a name counts"
+
+
+def test_work_in_a_step_is_a_part_of_it() -> None:
+    calls: list[str] = []
+    with process() as run:
+        script = job(run)
+        for _ in run.epochs(1):
+            for x, y in script.loader:
+                script.update(x, y)
+                run.once("work", times_called(calls, "work"))
+        assert parts_of(run).session.job.units == {}
+    assert len(calls) == STEPS_PER_EPOCH
+
+
+def test_work_is_not_repeated_after_a_resumption_that_has_it(tmp_path: Path) -> None:
+    """A checkpoint of the step after which it was done: saved before the next step begins."""
+    calls: list[str] = []
+
+    def train(script: Job, stop_after: int) -> None:
+        for _ in script.run.epochs(2):
+            for x, y in script.loader:
+                script.update(x, y)
+                if steps_of_job(script.run) == stop_after:
+                    raise ConnectionError("connection closed by peer")
+            script.run.once("end", times_called(calls, "end"))
+            script.run.state["calls"] = len(calls)
+
+    with process(tmp_path, every_steps=1, clean=False) as run, pytest.raises(ConnectionError):
+        run.retry(train, job(run), STEPS_PER_EPOCH)
+    with process(tmp_path, every_steps=1) as run:
+        run.retry(train, job(run), -1)
+        assert run.state["calls"] == 2
+    assert calls == ["end", "end"]
+
+
+def test_what_the_script_changes_before_it_is_not_committed_with_it(tmp_path: Path) -> None:
+    """That code is executed again: weights that it exchanges are still those of the last step."""
+    with process(tmp_path) as run:
+        script = job(run)
+        run.state.update(count=0, found=0)
+
+        def swap() -> None:
+            with torch.no_grad():
+                for parameter in script.model.parameters():
+                    parameter.mul_(2.0)
+
+        def work() -> None:
+            run.state["found"] += 1
+
+        def train() -> None:
+            for _ in run.epochs(1):
+                for x, y in script.loader:
+                    script.update(x, y)
+                trained = script.weights()
+                swap()
+                run.state["count"] += 1
+                run.once("evaluate", work)
+                assert parts_of(run).session.progress.rollback.restore()
+                assert torch.equal(script.weights(), trained)
+                assert (run.state["count"], run.state["found"]) == (0, 1)
+                run.once("evaluate", work)
+
+        run.retry(train)
+
+
+def test_changes_of_interrupted_work_are_undone(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        run.state["found"] = 0
+
+        def work() -> None:
+            run.state["found"] += 1
+            with torch.no_grad():
+                for parameter in script.model.parameters():
+                    parameter.zero_()
+            raise ConnectionError("connection closed by peer")
+
+        def train() -> None:
+            for _ in run.epochs(1):
+                for x, y in script.loader:
+                    script.update(x, y)
+                trained = script.weights()
+                with pytest.raises(ConnectionError):
+                    run.once("evaluate", work)
+                assert parts_of(run).session.progress.rollback.restore()
+                assert torch.equal(script.weights(), trained)
+                assert run.state["found"] == 0
+
+        run.retry(train)
+
+
+@pytest.mark.parametrize("value", [object(), lambda: None, {"loss": object()}])
+def test_a_value_that_cannot_be_kept_is_refused(value: object) -> None:
+    with process() as run:
+        job(run)
+        with pytest.raises(TrainingError, match=r"run\.once\('evaluate'\): the value"):
+            run.retry(lambda: run.once("evaluate", lambda: value))
+
+
+def test_a_function_that_trains_is_refused() -> None:
+    with process() as run:
+        script = job(run)
+        with pytest.raises(TrainingError, match="has trained a step"):
+            run.retry(lambda: run.once("evaluate", script.train))
+
+
+def test_a_call_that_is_no_call_is_refused() -> None:
+    with process() as run:
+        wrong: Any = "evaluate()"
+        with pytest.raises(ConfigError, match=r"run\.once"):
+            run.once("evaluate", wrong)
+        with pytest.raises(ConfigError, match=r"run\.once"):
+            run.once(wrong and print, print)  # type: ignore[arg-type]
+
+
+# -- run.commit in a loop --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_all", [True, False])
+def test_a_step_ends_where_the_script_commits_it(has_all: bool) -> None:
+    def train(script: Job, *, commits: bool) -> list[int]:
+        counts = []
+        for _ in script.run.epochs(2):
+            for i, (x, y) in enumerate(script.loader):
+                script.update(x, y)
+                if commits and (has_all or i % 2):
+                    script.run.commit()
+                    script.run.commit()  # no current step: no effect
+                    torch.rand(3)
+                counts.append(steps_of_job(script.run))
+        return counts
+
+    with process() as run:
+        plain = job(run)
+        train(plain, commits=False)
+        expected = plain.weights()
+    with process() as run:
+        script = job(run)
+        counts = train(script, commits=True)
+        assert torch.equal(script.weights(), expected)
+    before = 1 if has_all else 0
+    assert counts[::2] == [n + before for n in range(0, 2 * STEPS_PER_EPOCH, 2)]
+    assert counts[1::2] == [n + 1 for n in range(1, 2 * STEPS_PER_EPOCH, 2)]
+
+
+def test_changes_after_the_commit_belong_to_no_step(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        run.state["after"] = 0
+        for _ in run.epochs(1):
+            for i, (x, y) in enumerate(script.loader):
+                script.update(x, y)
+                run.commit()
+                run.state["after"] += 1
+                if i == 3:
+                    assert parts_of(run).session.progress.rollback.restore()
+                    assert run.state["after"] == 3
+                    assert steps_of_job(run) == 4
+
+
+def test_a_loop_may_be_left_after_the_commit() -> None:
+    with process() as run:
+        script = job(run)
+        for _ in run.epochs(2):
+            for i, (x, y) in enumerate(script.loader):
+                script.update(x, y)
+                run.commit()
+                if i == 2:
+                    break
+        assert steps_of_job(run) == 6
+
+
+# -- several calls of run.retry --------------------------------------------------------------------
+
+
+def test_only_the_end_of_the_last_call_saves(tmp_path: Path) -> None:
+    with process(tmp_path, every_steps=1000) as run:
+        script = job(run)
+
+        def train() -> None:
+            for x, y in script.loader:
+                script.update(x, y)
+
+        for _ in range(3):
+            run.retry(train, is_last=False)
+        assert not parts_of(run).session.checkpoints.wait(0.0) or not list(
+            checkpoints.list_checkpoints(tmp_path)
+        )
+        run.once("report", lambda: run.state.update(reports=1))
+    (saved,) = checkpoints.list_checkpoints(tmp_path)
+    assert saved.step == 3 * STEPS_PER_EPOCH
+
+
+def test_interrupted_work_that_is_not_called_again_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise ConnectionError("connection closed by peer")
+
+    with process() as run, caplog.at_level(logging.WARNING):
+        script = job(run)
+        for _ in run.epochs(1):
+            for i, (x, y) in enumerate(script.loader):
+                script.update(x, y)
+                run.commit()
+                if i == 2:
+                    with pytest.raises(ConnectionError):
+                        run.once("evaluate", fail)
+    assert "run.once('evaluate') was interrupted after 3 steps" in caplog.text
