@@ -164,7 +164,7 @@ def test_a_call_that_is_no_call_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"run\.once"):
             run.once("evaluate", wrong)
         with pytest.raises(ConfigError, match=r"run\.once"):
-            run.once(wrong and print, print)  # type: ignore[arg-type]
+            run.once(wrong and print, print)
 
 
 # -- run.commit in a loop --------------------------------------------------------------------------
