@@ -2211,7 +2211,12 @@ BETWEEN = (
         """,
         result=RESULT_OF_EXAMINE.rstrip() + ',\n        **leaves("best", best.state_dict())\n',
         gives=("swaps", "collective at the epoch's end"),
-        excludes=("model:weight norm", "model:spectral norm", "model:forward hook"),
+        excludes=(
+            "model:weight norm",
+            "model:spectral norm",
+            "model:forward hook",
+            "average:best weights",
+        ),
     ),
 )
 
