@@ -74,6 +74,7 @@ from elastic.train.session import Scope, Session, StepCallbacks
 from elastic.train.sharded import StageReduction, reduce_stages
 from elastic.train.state import JobState
 from elastic.train.step import OwnBatch, Step
+from elastic.train.sums import Sums
 from elastic.tuning.intervals import (
     REPLICA_MEETS_S,
     SHARE_S,
@@ -1215,6 +1216,38 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         means = [s / total if total else math.nan for s in sums]
         known = self._parts.metrics.means
         return {name: known.add(mean) for name, mean in zip(names, means, strict=True)}
+
+    def sum_with_gradients(self, **values: float | torch.Tensor) -> Sums:
+        """Sum these values over all ranks with the gradients of the current step: no collective of
+        their own, and exact in float64 ::
+
+            loss = criterion(model(x), y)
+            sums = run.sum_with_gradients(loss=loss.detach() * len(x), samples=len(x))
+            loss.backward()
+            optimizer.step()
+            run.state["loss"] += sums["loss"]  # the same on all ranks
+
+        The sums can be read after the next backward pass that reduces gradients, and until then
+        values of the same name are added: over micro-batches, or passes under ``no_sync()``. What a
+        step makes of them is part of it: a death loses no rank's part, since a step is committed
+        with the values of all ranks or repeated. Values of a filler, on a rank without samples,
+        are ignored. Values that are given after the step's last backward pass, those of a sharded
+        model, and of parameters in float16, are summed in a collective at the end of the step, and
+        can be read after it.
+
+        Call it on every rank, with the same names in the same order. Raises TrainingError outside
+        of a step, and where ranks sum different names; ConfigError for a value that is not a
+        number.
+        """
+        session = self._parts.session
+        step = session.current.inside
+        if step is None:
+            raise TrainingError(
+                "run.sum_with_gradients() was called outside of a step, where nothing is summed",
+                hint="means = run.mean(samples, loss=loss / samples)",
+            )
+        counts = not (session.current.lacks_samples or step.is_filler)
+        return session.job.order.sums.give(values, counts=counts)
 
     def node_first(self) -> AbstractContextManager[None]:
         """Run the body on one worker of each node first, then on the others, for example to
