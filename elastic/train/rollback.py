@@ -19,6 +19,7 @@ from elastic import torch_private
 from elastic.errors import SYSTEM_CLOCK, ConfigError
 from elastic.telemetry.log import get_logger
 from elastic.train.copies import WeightCopies, can_hold, copied, load_tracked, rebuilt, tensors_in
+from elastic.train.local import LocalState, position_of
 from elastic.train.sampler import Position
 from elastic.train.sharding import local_value
 from elastic.train.state import JobState, Stateful
@@ -500,6 +501,7 @@ class Rollback:
         self._optimizers = optimizers
         self._mode = mode
         self._state = BoundaryState(job)
+        self._local = LocalState(job.local)
         self._watch = ChangeWatch(self._tensors, self._counted)
         self._copies = WeightCopies()
         self._costs = CopyCosts()
@@ -544,6 +546,7 @@ class Rollback:
         is_copied = with_copies or self._copies_steps or self._is_due(step)
         is_alone = is_copied and not (self._copies_steps or self._job.is_rebuilt)
         self.snapshot = self._state.take(with_gradients=self._includes_gradients or is_alone)
+        self._local.take(position_of(self.snapshot["progress"]))
         self._has_changed = self._has_updates = False
         self.has_part_changed = _never
         self._has_copies = is_copied and self._copy()
@@ -641,6 +644,7 @@ class Rollback:
         if not self._copies_steps and self._keeps_earlier:
             # The next boundary's buffers are copied into the memory of this one's.
             self._earlier, self._copied = copied(self.snapshot), list(self._weights())
+            self._local.keep()
         return True
 
     def _free_bytes(self) -> int:
@@ -741,6 +745,7 @@ class Rollback:
     def adopt(self, snapshot: Snapshot) -> None:
         """Load the small state of the rank with whose state the job continues."""
         self._state.restore(snapshot)
+        self._local.adopt(position_of(snapshot["progress"]))
         self.snapshot = snapshot
         self.forget()
 
@@ -777,6 +782,7 @@ class Rollback:
             self._restore_copies()
         if self.snapshot:
             self._state.restore(self.snapshot, self._kept if self._has_copies else None)
+            self._local.restore()
         return is_exact
 
     def restore_earlier(self) -> bool:
@@ -790,6 +796,7 @@ class Rollback:
         self.snapshot, self._has_copies = earlier, True
         self._restore_copies()
         self._state.restore(earlier, self._kept)
+        self._local.restore(earlier=True)
         if not self.needs_copies:
             self._need_copies("a step was interrupted after its update")
         get_logger().warning(

@@ -27,6 +27,7 @@ from elastic.train.backward import EarlierGradients
 from elastic.train.copies import is_plain, layouts_of, load_tracked
 from elastic.train.ddp import Wrapped
 from elastic.train.loader import ElasticLoader
+from elastic.train.local import LocalState
 from elastic.train.order import ReductionOrder
 from elastic.train.rebuilding import Built, Remains
 from elastic.train.sharding import (
@@ -58,6 +59,7 @@ class JobState:
     progress: Progress = field(default_factory=Progress)
     modules: dict[str, Wrapped] = field(default_factory=dict)
     tracked: dict[str, Stateful] = field(default_factory=dict)
+    local: dict[str, Stateful] = field(default_factory=dict)  # of this rank alone
     loaders: dict[str, ElasticLoader] = field(default_factory=dict)
     open_batch: set[str] = field(default_factory=set)  # loaders whose global batch was not given
     user: dict[str, Any] = field(default_factory=dict)
@@ -91,8 +93,8 @@ class JobState:
             for one in self.tracked.values()
         )
 
-    def track(self, name: str, tracked: Any) -> None:
-        """Register an object under a unique name.
+    def track(self, name: str, tracked: Any, *, local: bool = False) -> None:
+        """Register an object under a unique name. ``local``: it is state of this rank alone.
 
         Raises TrainingError for an unsuitable object or a name in use, ConfigError for an object
         with sharded tensors.
@@ -111,8 +113,12 @@ class JobState:
                 f"run.track({name}=…): a wrapped module is already part of the state",
                 hint="remove it from the call",
             )
-        if name in self.tracked and self.tracked[name] is not tracked:
+        own, other = (self.local, self.tracked) if local else (self.tracked, self.local)
+        if name in other or own.get(name, tracked) is not tracked:
             raise TrainingError(f"run.track({name}=…): the name is used by another object")
+        if local:
+            self._track_local(name, tracked)
+            return
         self._refuse_sharded(name, tracked)
         if isinstance(tracked, torch.optim.Optimizer):
             settings = [{k: v for k, v in g.items() if k != "params"} for g in tracked.param_groups]
@@ -120,6 +126,17 @@ class JobState:
         elif not isinstance(tracked, nn.Module):
             _require_storable(f"run.track({name}=…)", tracked.state_dict())
         self.tracked[name] = tracked
+
+    def _track_local(self, name: str, tracked: Any) -> None:
+        """Raise TrainingError for an object that must be the same on all ranks."""
+        same = (torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+        if isinstance(tracked, same):
+            raise TrainingError(
+                f"run.track({name}=…, local=True): a {type(tracked).__name__} must be the same on "
+                "all ranks",
+                hint=f"run.track({name}={name})",
+            )
+        self.local[name] = tracked
 
     def check_unsharded(self) -> None:
         """Raise ConfigError, naming the object, if it was sharded after its registration."""
@@ -176,6 +193,7 @@ class JobState:
             self,
             modules=dict(self.modules),
             tracked=dict(self.tracked),
+            local=dict(self.local),
             loaders=dict(self.loaders),
             open_batch=set(self.open_batch),
             built=None,
@@ -195,6 +213,7 @@ class JobState:
         """Forget later registrations. Progress and ``run.state`` are kept."""
         self.modules = dict(earlier.modules)
         self.tracked = dict(earlier.tracked)
+        self.local = dict(earlier.local)
         self.loaders = dict(earlier.loaders)
         self.open_batch = set(earlier.open_batch)
 
@@ -226,6 +245,11 @@ class JobState:
             "gradients": self.gradients() if self._may_keep_gradients else {},
             "layouts": layouts_of(self.all_tracked),
         }
+
+    def own_tree(self) -> dict[str, Any]:
+        """The current state, with that of this rank alone: for the objects that replace this
+        process's."""
+        return {**self.tree(), "local": LocalState(self.local).states()}
 
     def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
         """The gradients of each module, by the position of their parameter."""
@@ -355,6 +379,7 @@ class JobState:
         if gradients := tree.get("gradients"):
             self.keeps_gradients |= tree.get("keeps_gradients", True)  # not in older checkpoints
             self.set_gradients(gradients)
+        LocalState(self.local).load(tree.get("local", {}))
         writing.write(self.user, _typed(tree, "state"))
         self.progress.load(tree["progress"])
         for name in self.loaders.keys() & tree["loaders"].keys():

@@ -115,7 +115,7 @@ class StepSums:
 
     def different(self, others: list[int]) -> TrainingError:
         """The error on a rank that has other :attr:`places` than these ranks."""
-        return _different(self._given or Sums(self._wait), others)
+        return _different(self._sent[-1][0] if self._sent else {}, others)
 
     @torch.no_grad()
     def write(self, room: torch.Tensor) -> None:
@@ -199,7 +199,7 @@ def _total(numbers: list[float]) -> float:
         return sum(numbers)
 
 
-def _different(sums: Sums, others: list[int]) -> TrainingError:
+def _different(sums: Mapping[str, float], others: list[int]) -> TrainingError:
     own = ", ".join(sums) or "nothing"
     theirs = f"rank {', '.join(map(str, others))} sums" if others else "other ranks sum"
     return TrainingError(

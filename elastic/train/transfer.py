@@ -89,6 +89,18 @@ def broadcast_blob(
     return _parse_blob(torch.frombuffer(bytearray(received), dtype=torch.uint8))
 
 
+def gather(state: Any, job: JobState) -> list[Any]:
+    """The state of each rank of the world, in their order. Every rank must call it."""
+    group = world_group()
+    packed, tensors = pack(state)
+    gathered = []
+    for rank in range(group.size):
+        theirs, received = broadcast_blob(packed, tensors, rank, group)
+        kept = {n: t.detach().cpu().clone() for n, t in received.items()}
+        gathered.append(unpack(theirs, kept, job))
+    return gathered
+
+
 def _blob(node: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
     kept = {name: _bytes(tensor) for name, tensor in tensors.items()}
     head = json.dumps({"node": node, "specs": specs_of(tensors)}).encode()

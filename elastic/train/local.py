@@ -1,0 +1,111 @@
+"""State of one rank: ``run.track(meter=meter, local=True)``.
+
+Meters, metrics and sums of a rank's samples differ between ranks, and belong to none but the rank
+itself. They are rolled back with a step, but never sent: a rank that receives the job's state keeps
+its own, and a joining rank begins with what its script has created. They are neither compared nor
+saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from elastic import torch_private
+from elastic.train.copies import copied, load_tracked
+from elastic.train.values import Writing
+
+Position = tuple[int, int, int]
+"""Of a boundary: the steps, the passes over loaders, and minus the callbacks that remain."""
+
+
+def position_of(progress: Mapping[str, Any]) -> Position:
+    """The position of a boundary with this progress."""
+    return progress["step"], progress["passes"], -progress["callbacks_left"]
+
+
+class LocalState:
+    """This rank's own objects at the last boundaries, and as they are. One per process and set of
+    objects."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = dict(objects)
+        self._last: tuple[Position, Any] | None = None
+        self._earlier: tuple[Position, Any] | None = None  # of which the weights are copied
+
+    def states(self) -> dict[str, Any]:
+        """Copies of all states, by name."""
+        return {name: _state_of(each) for name, each in self._objects.items()}
+
+    def load(self, states: Mapping[str, Any]) -> None:
+        """Load what :meth:`states` has returned. It stays valid."""
+        writing = Writing()
+        for name in self._objects.keys() & states.keys():
+            _load(self._objects[name], copied(states[name]), writing)
+
+    def take(self, at: Position) -> None:
+        """A boundary is here."""
+        if self._objects:
+            self._last = at, self.states()
+
+    def keep(self) -> None:
+        """The weights of the last boundary are copied, so that training may be repeated from it."""
+        self._earlier = self._last
+
+    def restore(self, *, earlier: bool = False) -> None:
+        """Return to the last boundary, or to the earlier one."""
+        kept = self._earlier if earlier else self._last
+        if kept is not None:
+            self.load(kept[1])
+
+    def adopt(self, at: Position) -> None:
+        """The job continues with another rank's state, of this boundary: keep the own state of the
+        last boundary that is not after it. If this rank has not completed the last step of the
+        others, its part of that step is missing."""
+        boundaries = [each for each in (self._last, self._earlier) if each is not None]
+        boundaries.sort(key=lambda each: each[0], reverse=True)
+        kept = next((states for position, states in boundaries if position <= at), None)
+        if kept is not None:
+            self.load(kept)
+
+
+def _state_of(tracked: Any) -> Any:
+    state = {"state": copied(tracked.state_dict())}
+    if isinstance(tracked, nn.Module):
+        state["hidden"] = {name: copied(_hidden(part)) for name, part in tracked.named_modules()}
+    return state
+
+
+def _load(tracked: Any, state: Any, writing: Writing) -> None:
+    with writing.keeping(tracked):
+        load_tracked(tracked, state["state"], {})
+    if isinstance(tracked, nn.Module):
+        for name, part in tracked.named_modules():
+            _show(part, state["hidden"].get(name, {}))
+
+
+# torchmetrics: a Metric is a module, but its sums are plain attributes, which state_dict() leaves
+# out unless Metric.persistent() was called; metric_state is their public name. The number of
+# updates, by which means are weighted, has none.
+_UPDATES, _RESULT = "_update_count", "_computed"
+
+
+def _hidden(part: nn.Module) -> dict[str, Any]:
+    """What a module keeps outside its state_dict."""
+    transient = torch_private.transient_buffers_of(part)
+    hidden = {n: b for n, b in torch_private.buffers_of(part).items() if n in transient}
+    if _is_metric(part):
+        hidden |= dict(part.metric_state)  # type: ignore[arg-type]
+        hidden |= {n: vars(part)[n] for n in (_UPDATES, _RESULT) if n in vars(part)}
+    return hidden
+
+
+def _show(part: nn.Module, hidden: Mapping[str, Any]) -> None:
+    for name, value in hidden.items():
+        setattr(part, name, value)
+
+
+def _is_metric(part: nn.Module) -> bool:
+    return isinstance(getattr(type(part), "metric_state", None), property)
