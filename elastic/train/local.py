@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from elastic import torch_private
-from elastic.train.copies import copied, load_tracked
+from elastic.train.copies import RepeatedCopies, copied, load_tracked
 from elastic.train.values import Writing
 
 Position = tuple[int, int, int]
@@ -32,12 +32,13 @@ class LocalState:
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = dict(objects)
+        self._copies = RepeatedCopies()
         self._last: tuple[Position, Any] | None = None
         self._earlier: tuple[Position, Any] | None = None  # of which the weights are copied
 
-    def states(self) -> dict[str, Any]:
+    def states(self) -> Any:
         """Copies of all states, by name."""
-        return {name: _state_of(each) for name, each in self._objects.items()}
+        return self._copies.copy({n: _state_of(each) for n, each in self._objects.items()})
 
     def load(self, states: Mapping[str, Any]) -> None:
         """Load what :meth:`states` has returned. It stays valid."""
@@ -72,9 +73,9 @@ class LocalState:
 
 
 def _state_of(tracked: Any) -> Any:
-    state = {"state": copied(tracked.state_dict())}
+    state: dict[str, Any] = {"state": tracked.state_dict()}
     if isinstance(tracked, nn.Module):
-        state["hidden"] = {name: copied(_hidden(part)) for name, part in tracked.named_modules()}
+        state["hidden"] = {name: _hidden(part) for name, part in tracked.named_modules()}
     return state
 
 
@@ -96,16 +97,14 @@ def _hidden(part: nn.Module) -> dict[str, Any]:
     """What a module keeps outside its state_dict."""
     transient = torch_private.transient_buffers_of(part)
     hidden = {n: b for n, b in torch_private.buffers_of(part).items() if n in transient}
-    if _is_metric(part):
-        hidden |= dict(part.metric_state)  # type: ignore[arg-type]
-        hidden |= {n: vars(part)[n] for n in (_UPDATES, _RESULT) if n in vars(part)}
+    if isinstance(getattr(type(part), "metric_state", None), property):
+        states: Any = part.metric_state
+        names = (*states, _UPDATES, _RESULT)
+        # A MetricCollection's are those of its modules, which have their turn.
+        hidden |= {name: vars(part)[name] for name in names if name in vars(part)}
     return hidden
 
 
 def _show(part: nn.Module, hidden: Mapping[str, Any]) -> None:
     for name, value in hidden.items():
         setattr(part, name, value)
-
-
-def _is_metric(part: nn.Module) -> bool:
-    return isinstance(getattr(type(part), "metric_state", None), property)

@@ -18,7 +18,15 @@ from torch.amp.grad_scaler import GradScaler
 from elastic import torch_private
 from elastic.errors import SYSTEM_CLOCK, ConfigError
 from elastic.telemetry.log import get_logger
-from elastic.train.copies import WeightCopies, can_hold, copied, load_tracked, rebuilt, tensors_in
+from elastic.train.copies import (
+    RepeatedCopies,
+    WeightCopies,
+    can_hold,
+    copied,
+    load_tracked,
+    rebuilt,
+    tensors_in,
+)
 from elastic.train.local import LocalState, position_of
 from elastic.train.sampler import Position
 from elastic.train.sharding import local_value
@@ -160,6 +168,7 @@ class BoundaryState:
         self._job = job
         self._keepers: dict[str, Keeper] = {n: _keeper(t) for n, t in job.all_tracked.items()}
         self._modules = {name: _Module(m.module) for name, m in job.modules.items()}
+        self._user = RepeatedCopies()
 
     def take(self, *, with_gradients: bool = False) -> Snapshot:
         """A copy of the current state, valid until the next copy is taken."""
@@ -169,7 +178,7 @@ class BoundaryState:
             **gradients,
             "keeps_gradients": job.keeps_gradients,
             "progress": dict(vars(job.progress)),
-            "state": copied(job.user),
+            "state": self._user.copy(job.user),
             "loaders": {n: [x.sampler.epoch, x.sampler.step] for n, x in job.loaders.items()},
             "tracked": {name: keeper.take() for name, keeper in self._keepers.items()},
             "buffers": {name: module.take() for name, module in self._modules.items()},
@@ -246,13 +255,14 @@ class _Object:
     def __init__(self, tracked: Stateful) -> None:
         self._tracked = tracked
         self._has_large = size_bytes(tracked.state_dict()) > SMALL_BYTES
+        self._copies = RepeatedCopies(_mark if self._has_large else copied)
         self._buffers = _Module(tracked) if isinstance(tracked, nn.Module) else None
 
     def take(self) -> Any:
         state: Any = self._tracked.state_dict()
         if not isinstance(state, dict):
             return {"whole": copied(state)}
-        values = copied(_without_tensors(state) if self._has_large else state)
+        values = self._copies.copy(state)
         transient = self._buffers.take(is_transient=True) if self._buffers is not None else {}
         return {"state": values, "large": self._has_large, "buffers": transient}
 
@@ -296,15 +306,13 @@ class _LargeModule:
         self._module.restore_extra(taken["extra"])
 
 
-def _without_tensors(value: Any) -> Any:
-    """``value`` with a mark in place of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return _TENSOR
-    return rebuilt(value, lambda _, item: _without_tensors(item))
+def _mark(tensor: torch.Tensor) -> str:
+    """What stands in place of a large object's tensors."""
+    return _TENSOR
 
 
 def _with_tensors(value: Any, own: Any, path: Path, kept: KeptTensor) -> Any:
-    """The inverse, with the tensors that ``own`` has at the same places."""
+    """``value`` with the tensors that ``own`` has at the same places, where :func:`_mark` was."""
     if type(value) is str and value == _TENSOR:
         return kept(path, own if isinstance(own, torch.Tensor) else None)
     owned = dict(items_of(own) or ())
