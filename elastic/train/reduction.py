@@ -188,6 +188,8 @@ class Reduction:
             self.elements += tensor.numel()
             if self._divisor > 1:
                 tensor = self._matching(tensor)
+            elif self.order is not None:
+                self.order.sums.reduced_alone()
         work = group.allreduce([tensor], options)
         pending_works().begin(work)
         backward = current_backward()
@@ -310,6 +312,8 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
     state.reduced()
     state.elements += gradients.numel()
     if group.size() == 1:
+        if state.order is not None:
+            state.order.sums.reduced_alone()
         alone: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         alone.set_result(gradients)
         return alone

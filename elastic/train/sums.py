@@ -100,8 +100,6 @@ class StepSums:
         sums = self._given
         for name, number in numbers.items():
             sums._own[name] = sums._own.get(name, 0.0) + (number if counts else 0.0)
-        if self._size == 1:
-            sums._totals = {name: float(number) for name, number in sums._own.items()}
         return sums
 
     def room(self, dtype: torch.dtype) -> int:
@@ -138,6 +136,12 @@ class StepSums:
             piece.copy_(left)
             left = torch.where(piece.isfinite(), left - piece, 0.0)
 
+    def reduced_alone(self) -> None:
+        """A world of one rank has reduced gradients, which no numbers follow."""
+        sums, self._given = self._given, None
+        if sums is not None:
+            sums._totals = {name: float(number) for name, number in sums._own.items()}
+
     def summed(self) -> None:
         """Read the sums of the reductions, which have ended: their memory is used again.
 
@@ -156,8 +160,10 @@ class StepSums:
     def sum_rest(self, together: Callable[[], AbstractContextManager[None]]) -> None:
         """Sum the numbers that no gradients have followed, in a collective of their own.
         ``together``: the ranks of a replica leave that context together."""
+        if self._size == 1:
+            self.reduced_alone()
         sums, self._given = self._given, None
-        if sums is None or self._size == 1:
+        if sums is None:
             return
         with together():
             gathered = all_gather_json({name: float(n) for name, n in sums._own.items()})
