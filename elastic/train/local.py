@@ -8,6 +8,7 @@ saved.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,20 +22,28 @@ Position = tuple[int, int, int]
 """Of a boundary: the steps, the passes over loaders, and minus the callbacks that remain."""
 
 
+_Boundary = tuple[Position, Any]
+_SAVES = 4  # the newest checkpoints, from one of which training may continue
+
+
 def position_of(progress: Mapping[str, Any]) -> Position:
     """The position of a boundary with this progress."""
     return progress["step"], progress["passes"], -progress["callbacks_left"]
 
 
 class LocalState:
-    """This rank's own objects at the last boundaries, and as they are. One per process and set of
-    objects."""
+    """The state of this rank's own objects at boundaries to which it may return. One per process.
+
+    ``objects``: by name. The script may replace them, when its function is called again.
+    """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
-        self._objects = dict(objects)
+        self._objects = objects
         self._copies = RepeatedCopies()
-        self._last: tuple[Position, Any] | None = None
-        self._earlier: tuple[Position, Any] | None = None  # of which the weights are copied
+        self._initial: Any = None
+        self._last: _Boundary | None = None
+        self._earlier: _Boundary | None = None  # of which this rank has a copy of the weights
+        self._saved: deque[_Boundary] = deque(maxlen=_SAVES)
 
     def states(self) -> Any:
         """Copies of all states, by name."""
@@ -50,26 +59,33 @@ class LocalState:
         """A boundary is here."""
         if self._objects:
             self._last = at, self.states()
+            self._initial = self._initial or self._last[1]
 
     def keep(self) -> None:
         """The weights of the last boundary are copied, so that training may be repeated from it."""
         self._earlier = self._last
 
-    def restore(self, *, earlier: bool = False) -> None:
-        """Return to the last boundary, or to the earlier one."""
-        kept = self._earlier if earlier else self._last
-        if kept is not None:
-            self.load(kept[1])
+    def save(self, at: Position) -> None:
+        """The job's state is saved here."""
+        if self._objects:
+            self._saved.append((at, self.states()))
+
+    def restore(self) -> None:
+        """Return to the last boundary."""
+        if self._last is not None:
+            self.load(self._last[1])
 
     def adopt(self, at: Position) -> None:
-        """The job continues with another rank's state, of this boundary: keep the own state of the
-        last boundary that is not after it. If this rank has not completed the last step of the
-        others, its part of that step is missing."""
-        boundaries = [each for each in (self._last, self._earlier) if each is not None]
+        """Training continues from this boundary, with a copy, another rank's state or a checkpoint.
+
+        Return to the newest own boundary that is not after it. If this rank has not completed the
+        last step of the others, its part of that step is missing.
+        """
+        if self._last is None:
+            return  # a process that joins: the objects are new
+        boundaries = [self._last, *self._saved, *([self._earlier] if self._earlier else [])]
         boundaries.sort(key=lambda each: each[0], reverse=True)
-        kept = next((states for position, states in boundaries if position <= at), None)
-        if kept is not None:
-            self.load(kept)
+        self.load(next((states for place, states in boundaries if place <= at), self._initial))
 
 
 def _state_of(tracked: Any) -> Any:

@@ -27,7 +27,7 @@ from elastic.train.copies import (
     rebuilt,
     tensors_in,
 )
-from elastic.train.local import LocalState, position_of
+from elastic.train.local import position_of
 from elastic.train.sampler import Position
 from elastic.train.sharding import local_value
 from elastic.train.state import JobState, Stateful
@@ -509,7 +509,7 @@ class Rollback:
         self._optimizers = optimizers
         self._mode = mode
         self._state = BoundaryState(job)
-        self._local = LocalState(job.local)
+        self._local = job.local_state
         self._watch = ChangeWatch(self._tensors, self._counted)
         self._copies = WeightCopies()
         self._costs = CopyCosts()
@@ -804,7 +804,7 @@ class Rollback:
         self.snapshot, self._has_copies = earlier, True
         self._restore_copies()
         self._state.restore(earlier, self._kept)
-        self._local.restore(earlier=True)
+        self._local.adopt(position_of(earlier["progress"]))
         if not self.needs_copies:
             self._need_copies("a step was interrupted after its update")
         get_logger().warning(

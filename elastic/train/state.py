@@ -27,7 +27,7 @@ from elastic.train.backward import EarlierGradients
 from elastic.train.copies import is_plain, layouts_of, load_tracked
 from elastic.train.ddp import Wrapped
 from elastic.train.loader import ElasticLoader
-from elastic.train.local import LocalState
+from elastic.train.local import LocalState, position_of
 from elastic.train.order import ReductionOrder
 from elastic.train.rebuilding import Built, Remains
 from elastic.train.sharding import (
@@ -69,8 +69,12 @@ class JobState:
     keeps_gradients: bool = False  # steps add to gradients of committed ones: they are state
     # In which the modules' gradients are reduced.
     order: ReductionOrder = field(default_factory=ReductionOrder)
+    local_state: LocalState = field(init=False)  # of the objects in `local`
     built: Built | None = None  # the result of run.build in the current world
     remains: Remains | None = None  # objects of the last world that may still be in memory
+
+    def __post_init__(self) -> None:
+        self.local_state = LocalState(self.local)
 
     @property
     def all_modules(self) -> dict[str, nn.Module]:
@@ -213,7 +217,8 @@ class JobState:
         """Forget later registrations. Progress and ``run.state`` are kept."""
         self.modules = dict(earlier.modules)
         self.tracked = dict(earlier.tracked)
-        self.local = dict(earlier.local)
+        self.local.clear()
+        self.local.update(earlier.local)
         self.loaders = dict(earlier.loaders)
         self.open_batch = set(earlier.open_batch)
 
@@ -249,7 +254,7 @@ class JobState:
     def own_tree(self) -> dict[str, Any]:
         """The current state, with that of this rank alone: for the objects that replace this
         process's."""
-        return {**self.tree(), "local": LocalState(self.local).states()}
+        return {**self.tree(), "local": self.local_state.states()}
 
     def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
         """The gradients of each module, by the position of their parameter."""
@@ -296,6 +301,7 @@ class JobState:
 
     def saved_tree(self) -> dict[str, Any]:
         """The current state as a part of a checkpoint: with pipeline stages, one of several."""
+        self.local_state.save(position_of(vars(self.progress)))
         tree = self.tree()
         return tree if self.stage is None else {self.stage.key: tree}
 
@@ -379,7 +385,7 @@ class JobState:
         if gradients := tree.get("gradients"):
             self.keeps_gradients |= tree.get("keeps_gradients", True)  # not in older checkpoints
             self.set_gradients(gradients)
-        LocalState(self.local).load(tree.get("local", {}))
+        self.local_state.load(tree.get("local", {}))
         writing.write(self.user, _typed(tree, "state"))
         self.progress.load(tree["progress"])
         for name in self.loaders.keys() & tree["loaders"].keys():

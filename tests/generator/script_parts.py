@@ -1668,6 +1668,7 @@ LOGS = (
             run.state["summed"][name] += total
         """,
         result='**leaves("summed", run.state["summed"])',
+        excludes=("evaluation:each epoch",),  # computes LOSS outside of steps
     ),
     Part(
         kind="log",

@@ -119,19 +119,24 @@ def test_it_is_in_no_checkpoint(tmp_path: Path) -> None:
             break
 
 
-def test_the_own_boundary_is_chosen_by_that_of_the_others() -> None:
-    """This rank has lost the weights of step 9, and was about to repeat training from step 4."""
-    for theirs, values in ((9, [9.0]), (10, [9.0]), (8, [4.0]), (4, [4.0]), (3, [9.0, 10.0])):
-        meter = Meter()
-        local = LocalState({"meter": meter})
-        meter.values = [4.0]
-        local.take((4, 0, 0))
-        local.keep()
-        meter.values = [9.0]
-        local.take((9, 0, 0))
-        meter.values = [9.0, 10.0]
-        local.adopt((theirs, 0, 0))
-        assert meter.values == values
+@pytest.mark.parametrize(
+    ("theirs", "values"),
+    [(10, [9.0]), (9, [9.0]), (8, [6.0]), (6, [6.0]), (5, [4.0]), (4, [4.0]), (3, [1.0])],
+)
+def test_the_own_boundary_is_chosen_by_that_of_the_job(theirs: int, values: list[float]) -> None:
+    """Of step 4, the weights are copied; that of step 6 is saved."""
+    meter = Meter()
+    local = LocalState({"meter": meter})
+    for step in (1, 4, 6, 9):
+        meter.values = [float(step)]
+        local.take((step, 0, 0))
+        if step == 4:
+            local.keep()
+        if step == 6:
+            local.save((6, 0, 0))
+    meter.values = [9.0, 10.0]
+    local.adopt((theirs, 0, 0))
+    assert meter.values == values
 
 
 def test_objects_that_replace_others_inherit_their_state(tmp_path: Path) -> None:
