@@ -151,3 +151,56 @@ def test_a_module_whose_mode_was_restored_without_its_wrapper_trains(
     outcome.assert_success(workers=2)
     for name, value in alone.survivors[0].result.items():
         torch.testing.assert_close(outcome.survivors[1].result[name], value, rtol=0, atol=1e-9)
+
+
+BUILT = """
+import sys
+from torch.distributed.fsdp import fully_shard
+
+_, _, memory, disk, _ = sys.argv[1:]
+os.environ["ELASTIC_MEMORY"] = memory
+run = elastic.join(checkpoints=elastic.Checkpoints(disk, when=4, memory=3))
+loader = run.loader(DataLoader(dataset, shuffle=True), global_batch=12)
+
+class Meter:
+    def __init__(self):
+        self.steps = []
+    def state_dict(self):
+        return {"steps": self.steps}
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+meter = Meter()
+run.track(meter=meter, local=True)
+
+def build(mesh):
+    sharded = fully_shard(nn.Linear(4, 1), mesh=mesh)
+    return sharded, torch.optim.SGD(sharded.parameters(), lr=0.01)
+
+def train():
+    model, optimizer = run.build(build)
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            meter.steps.append(8 * epoch + i)
+            optimizer.zero_grad()
+            sums = run.sum_with_gradients(samples=len(inputs))
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            die(8 * epoch + i, 9)
+        run.state["samples"] = sums["samples"]
+
+run.retry(train)
+result = {"steps": torch.tensor(meter.steps), "samples": torch.tensor(run.state["samples"])}
+"""
+
+
+def test_local_state_returns_to_the_checkpoint_from_which_a_built_model_continues(
+    runs: IdiomRuns,
+) -> None:
+    """Survivors repeat the steps since the last save to memory."""
+    script = HEAD.replace("\nrun = elastic.join()\n", "\n") + BUILT
+    outcome = runs.sharded(script, "build", "", 3, BY_ITSELF, is_replaced=False)
+    outcome.assert_success(workers=2)
+    for worker in outcome.survivors:
+        assert worker.result["steps"].tolist() == list(range(16)), outcome.describe()
+        assert worker.result["samples"] == 12

@@ -150,7 +150,7 @@ def test_a_rank_alone_can_read_its_sums_at_once() -> None:
                 one.optimizer.zero_grad()
                 loss = F.mse_loss(one.model(x), y)
                 sums = run.sum_with_gradients(loss=loss, samples=len(x))
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 seen.append((sums["loss"], sums["samples"], loss.item()))
                 one.optimizer.step()
         assert all(total == own for total, _, own in seen)
@@ -164,7 +164,7 @@ def test_a_value_that_is_no_number_is_refused(value: object) -> None:
         for _ in run.epochs(1):
             for _ in one.loader:
                 with pytest.raises(ConfigError, match=r"run.sum_with_gradients\(loss=…\)"):
-                    run.sum_with_gradients(loss=value)  # type: ignore[arg-type]
+                    run.sum_with_gradients(loss=value)
                 break
 
 
