@@ -75,18 +75,17 @@ def run_steps(run: Run, one: Job, meter: Meter, steps: int) -> None:
 
 def test_an_interrupted_step_is_undone(tmp_path: Path) -> None:
     with process(tmp_path) as run:
-        one, meter, metrics = job(run), Meter(), Collection({"one": Metric(), "two": Metric()})
+        one, meter, first = job(run), Meter(), Metric()
+        metrics = Collection({"one": first, "two": Metric()})
         run.track(meter=meter, metrics=metrics, local=True)
         values, total = meter.values, meter.sum
-        metrics["one"].update(5.0)
+        first.update(5.0)
         run_steps(run, one, meter, 4)
         meter.update(99.0)
-        metrics["one"].update(7.0)
+        first.update(7.0)
         undo_step(run)
         assert meter.values == [0, 1, 2, 3] and meter.sum == 6
         assert meter.values is values and meter.sum is total
-        first = metrics["one"]
-        assert isinstance(first, Metric)
         assert (float(first.total), float(first.scale)) == (5.0, 2.0)
         assert (len(first.seen), first._update_count) == (2, 1)
 
@@ -172,7 +171,7 @@ def test_what_must_be_the_same_on_all_ranks_is_refused() -> None:
             with pytest.raises(TrainingError, match="must be the same on all ranks"):
                 run.track(other=same, local=True)
         with pytest.raises(ConfigError, match="local="):
-            run.track(local=meter, other=meter)
+            run.track(local=meter, other=meter)  # type: ignore[arg-type]
         run.track(meter=meter, local=True)
         with pytest.raises(TrainingError, match="used by another object"):
             run.track(meter=Meter(), local=True)

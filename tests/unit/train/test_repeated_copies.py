@@ -15,6 +15,10 @@ from elastic.train.copies import RepeatedCopies
 Log = list[Any]
 
 
+def _cut(draw: random.Random, log: Log) -> None:
+    log[draw.randrange(len(log)) :] = [1]
+
+
 def _edit(draw: random.Random, log: Log) -> None:
     at = draw.randrange(len(log))
     log[at] = {"loss": draw.random(), "step": at}
@@ -39,7 +43,7 @@ EDITS: tuple[Callable[[random.Random, Log], object], ...] = (
     lambda draw, log: log.append(np.ones(2)),
     lambda draw, log: log.reverse(),
     lambda draw, log: draw.choice(log),
-    lambda draw, log: log.__delitem__(slice(draw.randrange(len(log)), None)) or log.append(1),
+    _cut,
     _edit,
     _edit_inside,
     _edit_inside,

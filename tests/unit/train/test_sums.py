@@ -164,7 +164,7 @@ def test_a_value_that_is_no_number_is_refused(value: object) -> None:
         for _ in run.epochs(1):
             for _ in one.loader:
                 with pytest.raises(ConfigError, match=r"run.sum_with_gradients\(loss=…\)"):
-                    run.sum_with_gradients(loss=value)
+                    run.sum_with_gradients(loss=value)  # type: ignore[arg-type]
                 break
 
 
