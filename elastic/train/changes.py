@@ -314,9 +314,10 @@ class ChangeDetector(Hook):
         """Ids of the job's state: wrapped modules, tracked objects and what they hold."""
         job = self._job
         inside = [m for module in modules for m in module.modules()]
-        tracked = [("", one) for one in (*job.all_tracked.values(), job.user)]
+        objects = (*job.all_tracked.values(), *job.local.values(), job.user)
+        tracked = [("", one) for one in objects]
         held = [one for _, one in reachable(tracked)]
-        return frozenset(map(id, [*job.modules.values(), *inside, *job.tracked.values(), *held]))
+        return frozenset(map(id, [*job.modules.values(), *inside, *objects, *held]))
 
 
 def _references(module: nn.Module) -> list[dict[str, nn.Parameter]]:

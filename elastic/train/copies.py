@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,74 @@ def copied(value: Any) -> Any:
     if isinstance(value, (set, bytearray)):
         return type(value)(value)
     return value.copy() if is_array(value) else rebuilt(value, lambda _, item: copied(item))
+
+
+_CHUNK = 256  # elements of a list: fewer are copied in less time than they are compared
+_EXACT = 2  # the version of marshal's format in which equal bytes mean equal values and types
+
+
+class RepeatedCopies:
+    """Deep copies of one value, from step to step; parts of a copy may be parts of the next one.
+
+    A log grows by an element, but is long. Nothing tells whether the script has changed an earlier
+    one, so they are compared in each step. But comparing takes a fraction of the time of a copy: a
+    list is copied in chunks, and a chunk only if its bytes differ from those at its last copy.
+    """
+
+    def __init__(self, copy_tensor: Callable[[torch.Tensor], Any] = copied) -> None:
+        self._copy_tensor = copy_tensor
+        self._chunks: dict[Any, tuple[bytes, list[Any]]] = {}  # by their place: bytes and copies
+        self._earlier: dict[Any, tuple[bytes, list[Any]]] = {}
+
+    def copy(self, value: Any) -> Any:
+        """A copy of the current value. It must not be changed."""
+        self._earlier, self._chunks = self._chunks, {}
+        return self._copy(value, ())
+
+    def _copy(self, value: Any, place: tuple[Any, ...]) -> Any:
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind is dict:
+            return {
+                k: v if type(v) in PLAIN else self._copy(v, (*place, k)) for k, v in value.items()
+            }
+        if kind is list and len(value) < _CHUNK:
+            return self._copy_each(value, place)
+        if kind is list:
+            starts = range(0, len(value), _CHUNK)
+            parts = [self._copy_chunk(value[at : at + _CHUNK], (*place, at)) for at in starts]
+            return [each for part in parts for each in part]
+        if isinstance(value, torch.Tensor):
+            return self._copy_tensor(value)
+        if items_of(value) is not None:
+            return rebuilt(value, lambda key, item: self._copy(item, (*place, key)))
+        return copied(value)
+
+    def _copy_each(self, elements: list[Any], place: tuple[Any, ...]) -> list[Any]:
+        return [
+            v if type(v) in PLAIN else self._copy(v, (*place, i)) for i, v in enumerate(elements)
+        ]
+
+    def _copy_chunk(self, elements: list[Any], place: tuple[Any, ...]) -> list[Any]:
+        earlier = self._earlier.get(place)
+        data = _bytes_of(elements) if len(elements) == _CHUNK else None
+        if data is not None and earlier is not None and earlier[0] == data:
+            self._chunks[place] = earlier
+            return earlier[1]
+        copies = self._copy_each(elements, place)
+        if data is not None and is_plain(elements):
+            self._chunks[place] = data, copies
+        return copies
+
+
+def _bytes_of(elements: list[Any]) -> bytes | None:
+    """Bytes that differ if plain elements do, in value or type. Those of other ones differ from
+    all of these, but not from each other: an array is written without its type."""
+    try:
+        return marshal.dumps(elements, _EXACT)
+    except ValueError:  # a tensor
+        return None
 
 
 def rebuilt(value: Any, item: Callable[[Any, Any], Any]) -> Any:

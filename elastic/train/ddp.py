@@ -193,7 +193,13 @@ class ElasticDDP(DDP):
     @property
     def is_plain(self) -> bool:
         """Whether a forward pass would run without collectives."""
-        return not (self.in_world and self.training and torch.is_grad_enabled())
+        return not (self.in_world and self._is_in_train_mode and torch.is_grad_enabled())
+
+    @property
+    def _is_in_train_mode(self) -> bool:
+        """Whether the wrapper or the module is: a framework may call ``eval()`` on the wrapper, and
+        then restore the mode of the module (Lightning); a script may train in ``module.eval()``."""
+        return self.training or self.module.training
 
     @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -222,7 +228,7 @@ class ElasticDDP(DDP):
     @not_compiled
     def _begin_forward(self) -> None:
         """Report a forward pass as progress, in training or evaluation."""
-        is_training = self.training and torch.is_grad_enabled()
+        is_training = self._is_in_train_mode and torch.is_grad_enabled()
         if self.in_world or not is_training:
             begin_forward(is_training=is_training)
 

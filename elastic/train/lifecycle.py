@@ -178,8 +178,18 @@ class Lifecycle:
         kind = "replica" if self.replica.mesh else "rank"
         if self._job.modules and self.world.size > 1:
             self._job.order.enter_world(_gradient_group(self._group), peer_group(), kind=kind)
+        self._job.order.sums.enter_world(
+            self.world.rank,
+            self.world.size,
+            can_follow=bool(self._job.modules) and not self.replica.mesh,
+            wait=self._wait_for_gradients,
+        )
         for module in self._job.modules.values():
             module.enter_world()
+
+    def _wait_for_gradients(self) -> None:
+        for module in self._job.modules.values():
+            module.reduction.wait()
 
     def _move(self, phase: WorldPhase) -> None:
         if phase not in TRANSITIONS[self._phase]:

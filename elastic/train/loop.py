@@ -626,6 +626,7 @@ class StepLoop:
             self._commits.call_back_again()
             self._cross_boundary()
             self._progress.before_step(can_undo=strategy.can_roll_back)
+            self._job.order.sums.drop()
         step = Step(number, first, rest, self._begin_micro_batch)
         self._begin_reduction(step)
         self.current.begin(step, loader)
@@ -715,6 +716,8 @@ class StepLoop:
         self.lifecycle.settle()  # an abort may have ended queued work
         self._checkpoints.flags.require_one_step(step.number)
         self._job.order.end_step(self.lifecycle.replica.whole)
+        if not self._job.order.accumulates:
+            self._job.order.sums.sum_rest(self.lifecycle.replica.whole)
         if not step.is_last_micro_batch:
             raise TrainingError(
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",

@@ -445,10 +445,13 @@ class Registry:
         for name, optimizer in built.optimizers.items():
             self.optimizer_watch.allow_built(name, optimizer)
 
-    def track(self, named: dict[str, Any]) -> None:
-        """Make objects with a state_dict part of the job's state. A container of optimizers is
-        replaced by these."""
+    def track(self, named: dict[str, Any], *, local: bool = False) -> None:
+        """Make objects with a state_dict part of the job's state, or of this rank's (``local``). A
+        container of optimizers is replaced by these."""
         for name, tracked in named.items():
+            if local:
+                self.job.track(name, tracked, local=True)
+                continue
             if contained := optimizers_instead_of(tracked):
                 self.track({f"{name}.{i}": one for i, one in enumerate(contained)})
                 continue

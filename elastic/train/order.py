@@ -18,6 +18,7 @@ from elastic.groups.collectives import (
     control_device,
     world_group,
 )
+from elastic.train.sums import StepSums
 from elastic.train.weight_digest import BITS
 
 # ----------------------------------------------------------------------------
@@ -231,26 +232,32 @@ def absent(ends: Sequence[torch.Tensor]) -> list[bool]:
 
 
 class Room:
-    """A bucket's gradients in their own memory, followed by room for the flags."""
+    """A bucket's gradients in their own memory, followed by room for numbers and for the flags."""
 
-    def __init__(self, both: torch.Tensor, end: torch.Tensor) -> None:
+    def __init__(self, both: torch.Tensor, numbers: torch.Tensor, end: torch.Tensor) -> None:
         self.both = both
+        self.numbers = numbers  # of run.sum_with_gradients
         self.end = end
 
     @classmethod
-    def behind(cls, gradients: torch.Tensor) -> Room | None:
-        """Add room to a bucket; None if that is impossible, then on every rank."""
+    def behind(
+        cls, gradients: torch.Tensor, numbers: int = 0, known: Room | None = None
+    ) -> Room | None:
+        """Add room to a bucket, with so many elements for numbers; None if that is impossible, then
+        on every rank. ``known``: the room that was added to a bucket before, if any."""
         if gradients.layout is not torch.strided or not gradients.is_floating_point():
             return None
         count, storage = gradients.numel(), gradients.untyped_storage()
-        size_bytes = count * gradients.element_size()
-        longer_bytes = size_bytes + COUNT * gradients.element_size()
+        element_bytes = gradients.element_size()
+        longer_bytes = (count + numbers + COUNT) * element_bytes
         if storage.nbytes() != longer_bytes:
-            if storage.nbytes() != size_bytes or not storage.resizable():
+            is_own = known is not None and known.is_behind(gradients)
+            is_whole = storage.nbytes() == count * element_bytes
+            if not (is_own or is_whole) or not storage.resizable():
                 return None
             storage.resize_(longer_bytes)  # all its views keep referring to its memory
-        both = gradients.as_strided((count + COUNT,), (1,))
-        return cls(both, both[count:])
+        both = gradients.as_strided((count + numbers + COUNT,), (1,))
+        return cls(both, both[count:-COUNT], both[-COUNT:])
 
     def is_behind(self, gradients: torch.Tensor) -> bool:
         """Whether this is the same bucket. No other can have its memory, which is held here."""
@@ -347,6 +354,7 @@ class ReductionOrder:
     _known: _Known = field(default_factory=dict)  # from the beginning of a step
     _next: _Known = field(default_factory=dict)  # from here
     step: int = 0  # the current one
+    sums: StepSums = field(default_factory=StepSums)  # follow the gradients
     _is_in_step: bool = False
     _values: Unit = field(
         default_factory=lambda: Unit("", "the values of run.mean()", _never, _never, _VALUES)
@@ -434,10 +442,15 @@ class ReductionOrder:
         self._is_in_step = False
         if self._groups is None or not (self._next or self._lacks_modules):
             return
-        if not any(unit.accumulates() for unit in self._units):
+        if not self.accumulates:
             with together():
                 self._agree(_END)
             self._next.setdefault(_END, {})
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a module holds gradients that are reduced in a later step."""
+        return any(unit.accumulates() for unit in self._units)
 
     @property
     def _lacks_modules(self) -> bool:
@@ -457,11 +470,18 @@ class ReductionOrder:
         assert self._groups is not None
         expected = self._expected()
         if expected is not None and not self._are_all_without(expected):
+            if expected.number == number:  # with another size
+                raise self.sums.different([])
             raise _without(self.step, expected.name, self._name_of(number), self._groups.kind)
-        numbers: list[int] = all_gather_json(number, self._groups.control)
-        if any(other != number for other in numbers):
-            names = [self._name_of(other) for other in numbers]
+        # Buckets with room for other numbers of values have other sizes, which ends the process.
+        own = [number, self.sums.places]
+        gathered: list[list[int]] = all_gather_json(own, self._groups.control)
+        if any(other != number for other, _ in gathered):
+            names = [self._name_of(other) for other, _ in gathered]
             raise _different(self.step, names, self._groups.kind)
+        others = [rank for rank, (_, places) in enumerate(gathered) if places != self.sums.places]
+        if others:
+            raise self.sums.different(others)
 
     def _are_all_without(self, expected: Unit) -> bool:
         """Send zeros in place of this unit's gradients, and a flag. Whether all ranks did."""

@@ -457,6 +457,7 @@ class RankProgress:
         if step is not None:
             self._rates.interrupted(step.number, step.stepped, rates, rates_of(watch.tracked))
         watch.reset()
+        self._job.order.sums.drop()
         self._current.drop_uncommitted()
         for module in self._job.modules.values():
             module.reduction.forget_gradients()

@@ -188,6 +188,8 @@ class Reduction:
             self.elements += tensor.numel()
             if self._divisor > 1:
                 tensor = self._matching(tensor)
+            elif self.order is not None:
+                self.order.sums.reduced_alone()
         work = group.allreduce([tensor], options)
         pending_works().begin(work)
         backward = current_backward()
@@ -223,6 +225,8 @@ class Reduction:
         """
         try:
             pending_works().finish()
+            if self.order is not None:
+                self.order.sums.summed()
         except Exception as error:
             self.failure = error.with_traceback(None)  # its frames hold the group
             raise
@@ -267,11 +271,15 @@ class Reduction:
         if self.flags is None or self._has_spoken or gradients.layout is not torch.strided:
             return gradients  # sparse ones have no room for flags: a dense bucket follows
         self._has_spoken = True
+        sums = self.order.sums if self.order is not None else None
+        numbers = sums.room(gradients.dtype) if sums is not None else 0
         room = self._room
-        if room is None or not room.is_behind(gradients):
-            room = self._room = Room.behind(gradients)
+        if room is None or not room.is_behind(gradients) or room.numbers.numel() != numbers:
+            room = self._room = Room.behind(gradients, numbers, room)
         if room is None:
             return gradients
+        if sums is not None and numbers:
+            sums.write(room.numbers)
         self.flags.write(room.end, *([self._unit.name] if self._unit is not None else []))
         self.flags.write_digest(room.end)
         return room.both
@@ -291,6 +299,8 @@ class Reduction:
             pending_works().covered(self._mark)
         if self.works and self.flags is not None:
             self.flags.settle()
+        if self.works and self.order is not None:
+            self.order.sums.summed()
         self.works.clear()
 
 
@@ -302,6 +312,8 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
     state.reduced()
     state.elements += gradients.numel()
     if group.size() == 1:
+        if state.order is not None:
+            state.order.sums.reduced_alone()
         alone: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         alone.set_result(gradients)
         return alone

@@ -19,6 +19,7 @@ from elastic import torch_private
 from elastic.errors import SYSTEM_CLOCK, ConfigError
 from elastic.telemetry.log import get_logger
 from elastic.train.copies import (
+    RepeatedCopies,
     WeightCopies,
     can_hold,
     copied,
@@ -27,6 +28,7 @@ from elastic.train.copies import (
     rebuilt,
     tensors_in,
 )
+from elastic.train.local import position_of
 from elastic.train.sampler import Position
 from elastic.train.sharding import local_value
 from elastic.train.state import JobState, Stateful
@@ -167,6 +169,7 @@ class BoundaryState:
         self._job = job
         self._keepers: dict[str, Keeper] = {n: _keeper(t) for n, t in job.all_tracked.items()}
         self._modules = {name: _Module(m.module) for name, m in job.modules.items()}
+        self._user = RepeatedCopies()
 
     def take(self, *, with_gradients: bool = False) -> Snapshot:
         """A copy of the current state, valid until the next copy is taken."""
@@ -176,7 +179,7 @@ class BoundaryState:
             **gradients,
             "keeps_gradients": job.keeps_gradients,
             "progress": dict(vars(job.progress)),
-            "state": copied(job.user),
+            "state": self._user.copy(job.user),
             "units": copied(job.units),
             "loaders": {n: [x.sampler.epoch, x.sampler.step] for n, x in job.loaders.items()},
             "tracked": {name: keeper.take() for name, keeper in self._keepers.items()},
@@ -310,13 +313,14 @@ class _Object:
     def __init__(self, tracked: Stateful) -> None:
         self._tracked = tracked
         self._has_large = size_bytes(tracked.state_dict()) > SMALL_BYTES
+        self._copies = RepeatedCopies(_mark if self._has_large else copied)
         self._buffers = _Module(tracked) if isinstance(tracked, nn.Module) else None
 
     def take(self) -> Any:
         state: Any = self._tracked.state_dict()
         if not isinstance(state, dict):
             return {"whole": copied(state)}
-        values = copied(_without_tensors(state) if self._has_large else state)
+        values = self._copies.copy(state)
         transient = self._buffers.take(is_transient=True) if self._buffers is not None else {}
         return {"state": values, "large": self._has_large, "buffers": transient}
 
@@ -360,15 +364,13 @@ class _LargeModule:
         self._module.restore_extra(taken["extra"])
 
 
-def _without_tensors(value: Any) -> Any:
-    """``value`` with a mark in place of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return _TENSOR
-    return rebuilt(value, lambda _, item: _without_tensors(item))
+def _mark(tensor: torch.Tensor) -> str:
+    """What stands in place of a large object's tensors."""
+    return _TENSOR
 
 
 def _with_tensors(value: Any, own: Any, path: Path, kept: KeptTensor) -> Any:
-    """The inverse, with the tensors that ``own`` has at the same places."""
+    """``value`` with the tensors that ``own`` has at the same places, where :func:`_mark` was."""
     if type(value) is str and value == _TENSOR:
         return kept(path, own if isinstance(own, torch.Tensor) else None)
     owned = dict(items_of(own) or ())
@@ -565,6 +567,7 @@ class Rollback:
         self._optimizers = optimizers
         self._mode = mode
         self._state = BoundaryState(job)
+        self._local = job.local_state
         self._watch = ChangeWatch(self._tensors, self._counted)
         self._copies = WeightCopies()
         self._costs = CopyCosts()
@@ -611,6 +614,7 @@ class Rollback:
         is_copied = with_copies or self._copies_steps or self._is_due(step)
         is_alone = is_copied and not (self._copies_steps or self._job.is_rebuilt)
         self.snapshot = self._state.take(with_gradients=self._includes_gradients or is_alone)
+        self._local.take(position_of(self.snapshot["progress"]))
         self._has_changed = self._has_updates = False
         self.has_part_changed = _never
         self._has_copies = is_copied and self._copy()
@@ -762,6 +766,7 @@ class Rollback:
         if not self._copies_steps and self._keeps_earlier:
             # The next boundary's buffers are copied into the memory of this one's.
             self._earlier, self._copied = copied(self.snapshot), list(self._weights())
+            self._local.keep()
         return True
 
     def _free_bytes(self) -> int:
@@ -862,6 +867,7 @@ class Rollback:
     def adopt(self, snapshot: Snapshot) -> None:
         """Load the small state of the rank with whose state the job continues."""
         self._state.restore(snapshot)
+        self._local.adopt(position_of(snapshot["progress"]))
         self.snapshot = snapshot
         self.forget()
 
@@ -898,6 +904,7 @@ class Rollback:
             self._restore_copies()
         if self.snapshot:
             self._state.restore(self.snapshot, self._kept if self._has_copies else None)
+            self._local.restore()
         return is_exact
 
     def restore_earlier(self) -> bool:
@@ -911,6 +918,7 @@ class Rollback:
         self.snapshot, self._has_copies = earlier, True
         self._restore_copies()
         self._state.restore(earlier, self._kept)
+        self._local.adopt(position_of(earlier["progress"]))
         if not self.needs_copies:
             self._need_copies("a step was interrupted after its update")
         get_logger().warning(

@@ -74,6 +74,8 @@ from elastic.train.session import Scope, Session, StepCallbacks
 from elastic.train.sharded import StageReduction, reduce_stages
 from elastic.train.state import JobState
 from elastic.train.step import OwnBatch, Step
+from elastic.train.sums import Sums
+from elastic.train.transfer import gather
 from elastic.train.units import At, Units
 from elastic.tuning.intervals import (
     REPLICA_MEETS_S,
@@ -147,13 +149,13 @@ class Attempts:
         if self._scope.in_retry and self._has_outer_data and not self._job.is_rebuilt:
             self._bootstrap.enter_loop()
 
-    def meets(self) -> None:
+    def meets(self, call: str = "run.mean()") -> None:
         """Called before ranks exchange values at the script's request. Raises TrainingError if the
         others have completed this call of run.retry."""
         self._loop.early_leave.settle()
         if self._progress.is_catching_up:
             raise TrainingError(
-                "run.mean() was called on a joining node, in a call of run.retry that the other "
+                f"{call} was called on a joining node, in a call of run.retry that the other "
                 "ranks have completed, so they do not call it",
                 hint=_ONE_FUNCTION,
             )
@@ -207,7 +209,7 @@ class Attempts:
         the state of the objects from its previous call."""
         assert self._outside is not None
         if not self._job.is_rebuilt:
-            self._bootstrap.inherit_later(self._job.tree())
+            self._bootstrap.inherit_later(self._job.own_tree())
             self._progress.register_again()
             self._lifecycle.register_again()
         self._registry.restore_registrations(self._outside)
@@ -382,7 +384,8 @@ class TrainingModes:
 
     def _modules(self) -> Iterable[nn.Module]:
         job = self._job
-        objects = (*job.modules.values(), *job.all_modules.values(), *job.tracked.values())
+        tracked = (*job.tracked.values(), *job.local.values())
+        objects = (*job.modules.values(), *job.all_modules.values(), *tracked)
         return (m for one in objects if isinstance(one, nn.Module) for m in one.modules())
 
 
@@ -997,16 +1000,44 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         self._parts.attempts.check_registration("wrap")
         return cast(ElasticDDP, self._parts.session.registry.wrap(module, ddp))
 
-    def track(self, *unnamed: NoReturn, **named: Any) -> None:
+    def track(self, *unnamed: NoReturn, local: bool = False, **named: Any) -> None:
         """Save and restore these objects: anything with ``state_dict`` and ``load_state_dict``.
 
-        Optimizers of wrapped modules must be tracked. Call it before the first loop. Raises
-        TrainingError if it is called too late, for an object without these methods, and for a name
-        in use; ConfigError for an object with sharded tensors, and for one without a name.
+        Optimizers of wrapped modules must be tracked. Call it before the first loop.
+
+        ``local``: the objects are state of this rank alone, such as meters and metrics of its
+        samples. They are rolled back with an interrupted step, and never overwritten by another
+        rank's; a joining rank begins with its own new ones. A dead rank's part is lost, and so is a
+        rank's part of a step that others have committed and it has not. They are not compared
+        between ranks, and not in checkpoints: after a restart they begin anew.
+        :meth:`gather_states` collects them; :meth:`sum_with_gradients` loses nothing.
+
+        Raises TrainingError if it is called too late, for an object without these methods, for a
+        name in use, and for a local optimizer, scheduler or scaler; ConfigError for an object with
+        sharded tensors, and for one without a name.
         """
         errors.named_only("run.track", unnamed, "run.track(optimizer=optimizer)")
+        errors.instance("run.track: local=", local, bool, hint="run.track(meter=meter, local=True)")
         self._parts.attempts.check_registration("track")
-        self._parts.session.registry.track(named)
+        self._parts.session.registry.track(named, local=local)
+
+    def gather_states(self, name: str) -> list[dict[str, Any]]:
+        """The ``state_dict`` of an object of ``run.track(…, local=True)`` on each rank, in their
+        order. Call it on all ranks; tensors arrive on the CPU.
+
+        Raises TrainingError for another name, for a state that cannot be sent, and in a call of
+        :meth:`retry` that other ranks have completed.
+        """
+        session = self._parts.session
+        if (tracked := session.job.local.get(name)) is None:
+            raise TrainingError(
+                f"run.gather_states({name!r}): there is no local object of this name",
+                hint=f"run.track({name}=…, local=True); all other state is the same on all ranks",
+            )
+        self._parts.bootstrap.enter_world()
+        self._parts.attempts.meets("run.gather_states()")
+        with session.lifecycle.replica.whole():
+            return gather(tracked.state_dict(), session.job)
 
     def untracked(self, *names: str) -> None:
         """Declare that these values need not be saved: they do not influence training.
@@ -1289,6 +1320,38 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         means = [s / total if total else math.nan for s in sums]
         known = self._parts.metrics.means
         return {name: known.add(mean) for name, mean in zip(names, means, strict=True)}
+
+    def sum_with_gradients(self, **values: float | torch.Tensor) -> Sums:
+        """Sum these values over all ranks with the gradients of the current step: no collective of
+        their own, and exact in float64 ::
+
+            loss = criterion(model(x), y)
+            sums = run.sum_with_gradients(loss=loss.detach() * len(x), samples=len(x))
+            loss.backward()
+            optimizer.step()
+            run.state["loss"] += sums["loss"]  # the same on all ranks
+
+        The sums can be read after the next backward pass that reduces gradients, and until then
+        values of the same name are added: over micro-batches, or passes under ``no_sync()``. What a
+        step makes of them is part of it: a death loses no rank's part, since a step is committed
+        with the values of all ranks or repeated. Values of a filler, on a rank without samples,
+        are ignored. Values that are given after the step's last backward pass, those of a sharded
+        model, and of parameters in float16, are summed in a collective at the end of the step, and
+        can be read after it.
+
+        Call it on every rank, with the same names in the same order. Raises TrainingError outside
+        of a step, and where ranks sum different names; ConfigError for a value that is not a
+        number.
+        """
+        session = self._parts.session
+        step = session.current.inside
+        if step is None:
+            raise TrainingError(
+                "run.sum_with_gradients() was called outside of a step, where nothing is summed",
+                hint="means = run.mean(samples, loss=loss / samples)",
+            )
+        counts = not (session.current.lacks_samples or step.is_filler)
+        return session.job.order.sums.give(values, counts=counts)
 
     def node_first(self) -> AbstractContextManager[None]:
         """Run the body on one worker of each node first, then on the others, for example to

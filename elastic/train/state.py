@@ -27,6 +27,7 @@ from elastic.train.backward import EarlierGradients
 from elastic.train.copies import is_plain, layouts_of, load_tracked
 from elastic.train.ddp import Wrapped
 from elastic.train.loader import ElasticLoader
+from elastic.train.local import LocalState, position_of
 from elastic.train.order import ReductionOrder
 from elastic.train.rebuilding import Built, Remains
 from elastic.train.sharding import (
@@ -62,6 +63,7 @@ class JobState:
     progress: Progress = field(default_factory=Progress)
     modules: dict[str, Wrapped] = field(default_factory=dict)
     tracked: dict[str, Stateful] = field(default_factory=dict)
+    local: dict[str, Stateful] = field(default_factory=dict)  # of this rank alone
     loaders: dict[str, ElasticLoader] = field(default_factory=dict)
     open_batch: set[str] = field(default_factory=set)  # loaders whose global batch was not given
     user: dict[str, Any] = field(default_factory=dict)
@@ -72,8 +74,12 @@ class JobState:
     keeps_gradients: bool = False  # steps add to gradients of committed ones: they are state
     # In which the modules' gradients are reduced.
     order: ReductionOrder = field(default_factory=ReductionOrder)
+    local_state: LocalState = field(init=False)  # of the objects in `local`
     built: Built | None = None  # the result of run.build in the current world
     remains: Remains | None = None  # objects of the last world that may still be in memory
+
+    def __post_init__(self) -> None:
+        self.local_state = LocalState(self.local)
 
     @property
     def all_modules(self) -> dict[str, nn.Module]:
@@ -96,8 +102,8 @@ class JobState:
             for one in self.tracked.values()
         )
 
-    def track(self, name: str, tracked: Any) -> None:
-        """Register an object under a unique name.
+    def track(self, name: str, tracked: Any, *, local: bool = False) -> None:
+        """Register an object under a unique name. ``local``: it is state of this rank alone.
 
         Raises TrainingError for an unsuitable object or a name in use, ConfigError for an object
         with sharded tensors.
@@ -116,8 +122,12 @@ class JobState:
                 f"run.track({name}=…): a wrapped module is already part of the state",
                 hint="remove it from the call",
             )
-        if name in self.tracked and self.tracked[name] is not tracked:
+        own, other = (self.local, self.tracked) if local else (self.tracked, self.local)
+        if name in other or own.get(name, tracked) is not tracked:
             raise TrainingError(f"run.track({name}=…): the name is used by another object")
+        if local:
+            self._track_local(name, tracked)
+            return
         self._refuse_sharded(name, tracked)
         if isinstance(tracked, torch.optim.Optimizer):
             settings = [{k: v for k, v in g.items() if k != "params"} for g in tracked.param_groups]
@@ -125,6 +135,17 @@ class JobState:
         elif not isinstance(tracked, nn.Module):
             require_storable(f"run.track({name}=…)", tracked.state_dict())
         self.tracked[name] = tracked
+
+    def _track_local(self, name: str, tracked: Any) -> None:
+        """Raise TrainingError for an object that must be the same on all ranks."""
+        same = (torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+        if isinstance(tracked, same):
+            raise TrainingError(
+                f"run.track({name}=…, local=True): a {type(tracked).__name__} must be the same on "
+                "all ranks",
+                hint=f"run.track({name}={name})",
+            )
+        self.local[name] = tracked
 
     def check_unsharded(self) -> None:
         """Raise ConfigError, naming the object, if it was sharded after its registration."""
@@ -181,6 +202,7 @@ class JobState:
             self,
             modules=dict(self.modules),
             tracked=dict(self.tracked),
+            local=dict(self.local),
             loaders=dict(self.loaders),
             open_batch=set(self.open_batch),
             built=None,
@@ -200,6 +222,8 @@ class JobState:
         """Forget later registrations. Progress and ``run.state`` are kept."""
         self.modules = dict(earlier.modules)
         self.tracked = dict(earlier.tracked)
+        self.local.clear()
+        self.local.update(earlier.local)
         self.loaders = dict(earlier.loaders)
         self.open_batch = set(earlier.open_batch)
 
@@ -233,6 +257,11 @@ class JobState:
             "gradients": self.gradients() if self._may_keep_gradients else {},
             "layouts": layouts_of(self.all_tracked),
         }
+
+    def own_tree(self) -> dict[str, Any]:
+        """The current state, with that of this rank alone: for the objects that replace this
+        process's."""
+        return {**self.tree(), "local": self.local_state.states()}
 
     def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
         """The gradients of each module, by the position of their parameter."""
@@ -279,6 +308,7 @@ class JobState:
 
     def saved_tree(self) -> dict[str, Any]:
         """The current state as a part of a checkpoint: with pipeline stages, one of several."""
+        self.local_state.save(position_of(vars(self.progress)))
         tree = self.tree()
         return tree if self.stage is None else {self.stage.key: tree}
 
@@ -367,6 +397,7 @@ class JobState:
         if gradients := tree.get("gradients"):
             self.keeps_gradients |= tree.get("keeps_gradients", True)  # not in older checkpoints
             self.set_gradients(gradients)
+        self.local_state.load(tree.get("local", {}))
         writing.write(self.user, _typed(tree, "state"))
         self.set_units(_typed(tree, "units") if "units" in tree else {})  # not in older checkpoints
         self.progress.load(tree["progress"])

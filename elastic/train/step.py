@@ -179,6 +179,11 @@ class Step:
         return self._info.weight
 
     @property
+    def is_filler(self) -> bool:
+        """Whether the current micro-batch has no sample of this rank: its loss has no weight."""
+        return self._info.weight == 0.0
+
+    @property
     def micro_batch(self) -> int:
         """The number of the current micro-batch, from 0."""
         return self._info.micro_batch

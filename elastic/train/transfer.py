@@ -30,6 +30,7 @@ from elastic.groups.world import World, joins_running_job
 from elastic.telemetry.events import StateReceived, StateSent, WorldJoined
 from elastic.telemetry.journal import EventSink
 from elastic.train.checkpointing import CheckpointManager
+from elastic.train.local import position_of
 from elastic.train.progress import Agreement, RankProgress, Tag, agree, tag_of
 from elastic.train.shards import (
     IN_PLACE_BYTES,
@@ -87,6 +88,18 @@ def broadcast_blob(
     if is_source:
         return node, dict(tensors)
     return _parse_blob(torch.frombuffer(bytearray(received), dtype=torch.uint8))
+
+
+def gather(state: Any, job: JobState) -> list[Any]:
+    """The state of each rank of the world, in their order. Every rank must call it."""
+    group = world_group()
+    packed, tensors = pack(state)
+    gathered = []
+    for rank in range(group.size):
+        theirs, received = broadcast_blob(packed, tensors, rank, group)
+        kept = {n: t.detach().cpu().clone() for n, t in received.items()}
+        gathered.append(unpack(theirs, kept, job))
+    return gathered
 
 
 def _blob(node: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -532,6 +545,7 @@ class Reconfiguration:
 
     def _start_fresh(self, world: World, committed_step: int | None, *, may_begin: bool) -> World:
         generation = self._checkpoints.restore(world, self._job, may_begin=may_begin)
+        self._job.local_state.adopt(position_of(vars(self._job.progress)))
         step = self._job.progress.step
         if committed_step and step == 0 and not self._checkpoints.is_resumed:
             raise CheckpointRequired(

@@ -1659,6 +1659,33 @@ LOGS = (
     ),
     Part(
         kind="log",
+        name="sums with the gradients",
+        train_start='run.state.setdefault("summed", {"loss": 0.0, "samples": 0.0})',
+        loss="""
+        sums = run.sum_with_gradients(loss=loss.detach() * len(inputs), samples=len(inputs))
+        """,
+        gradients="""
+        for name, total in sums.items():
+            run.state["summed"][name] += total
+        """,
+        result='**leaves("summed", run.state["summed"])',
+        excludes=("evaluation:each epoch",),  # computes LOSS outside of steps
+    ),
+    Part(
+        kind="log",
+        name="sums every third step, given after the update",
+        train_start='run.state.setdefault("late", 0.0)',
+        after_update="""
+        if i % 3 == 0:
+            late = run.sum_with_gradients(samples=len(inputs))
+            run.state["late"] += 1
+        """,
+        result='"late": run.state["late"]',
+        gives=("collective after the update",),
+        excludes=("update:accumulated over batches",),
+    ),
+    Part(
+        kind="log",
         name="run.log",
         is_shardable=True,
         after_update="run.log(loss=loss.detach())",
@@ -1716,6 +1743,61 @@ STATES = (
         statistics.add(f"epoch {epoch}", sum(float(p.sum()) for p in network.parameters()))
         """,
         result='**leaves("statistics", statistics.state_dict())',
+    ),
+    Part(
+        kind="state",
+        name="meter of one rank",
+        define="""
+        class Meter:
+            def __init__(self):
+                self.begun, self.samples, self.sum = [], 0, torch.zeros(())
+
+            def state_dict(self):
+                return {"begun": self.begun, "samples": self.samples, "sum": self.sum}
+
+            def load_state_dict(self, state):
+                self.begun, self.samples, self.sum = state.values()
+        """,
+        build="""
+        meter = Meter()
+        run.track(meter=meter, local=True)
+        """,
+        step_start="meter.begun.append(100 * epoch + i)",
+        loss="""
+        meter.samples += len(inputs)
+        meter.sum += len(inputs)
+        """,
+        result="""
+        "counted twice": len(meter.begun) - len(set(meter.begun)),
+        "torn": meter.samples - int(meter.sum)
+        """,
+    ),
+    Part(
+        kind="state",
+        name="long log",
+        define="""
+        class Log:
+            def __init__(self):
+                self.entries = []
+
+            def add(self, norm):
+                self.entries += [{"norm": norm, "number": n, "edits": 0} for n in range(60)]
+                self.entries[len(self.entries) // 3]["edits"] += 1
+
+            def state_dict(self):
+                return {"entries": self.entries}
+
+            def load_state_dict(self, state):
+                self.entries = state["entries"]
+        """,
+        build="log = Log()",
+        tracked="log=log",
+        after_update="log.add(sum(float(p.detach().pow(2).sum()) for p in network.parameters()))",
+        result="""
+        "entries": len(log.entries),
+        "edits": sum(n * entry["edits"] for n, entry in enumerate(log.entries)),
+        "norms": sum(entry["norm"] for entry in log.entries)
+        """,
     ),
     Part(
         kind="state",

@@ -36,11 +36,19 @@ IN_SHORT = {
     "gan",
     "manual_sgd",
     "metric_average",
+    "sum_with_gradients",
     "two_optimizers",
     "unused_parameters",
 }
 # The others of these only in `make test-all`.
-IN_MAKE_TEST = {"accumulate", "all_reduce_loss", "buffers_in_forward", "evaluate_each_epoch", "gan"}
+IN_MAKE_TEST = {
+    "accumulate",
+    "all_reduce_loss",
+    "buffers_in_forward",
+    "evaluate_each_epoch",
+    "gan",
+    "sum_with_gradients",
+}
 RUN = "\nrun.retry(train)\nresult = dict(model.state_dict())\n"
 
 

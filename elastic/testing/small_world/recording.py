@@ -419,7 +419,8 @@ class _Own:
         self._memory: set[int] = set()
         if job is not None:
             objects: Iterable[Any] = (*job.modules.values(), *job.all_modules.values())
-            self._known |= {id(each) for each in (*job.all_tracked.values(), *job.loaders.values())}
+            tracked_too = (*job.all_tracked.values(), *job.local.values())
+            self._known |= {id(each) for each in (*tracked_too, *job.loaders.values())}
             parts = [m for one in objects for m in one.modules()]
             tracked = [t for t in job.all_tracked.values() if isinstance(t, nn.Module)]
             self._known |= {id(m) for m in (*parts, *tracked)} | {id(job.user)}
