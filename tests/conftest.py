@@ -103,6 +103,7 @@ def _use_own_temporary_folder(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="tests-")
     os.chmod(folder, 0o1777)  # as /tmp: some tests become another user
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ["XDG_STATE_HOME"] = f"{folder}/state"  # jobs register there, and write journals
 
     def remove() -> None:
         tempfile.tempdir = before

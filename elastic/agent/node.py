@@ -111,12 +111,21 @@ class JobFolder:
 
     def __init__(self) -> None:
         self._folder: str | None = None  # None: no worker of this node has asked
+        self.on_known: Callable[[str], object] = lambda folder: None
 
     def agree(self, store: KeyValue, keys: Keys, proposed: str) -> str:
         """The job's; ``proposed``, if it has none yet. Raises CoordinationError."""
         if self._folder is None:
             self._folder = self._stored(store, keys, proposed)
+            self.on_known(self._folder)
         return self._folder
+
+    @staticmethod
+    def known(store: KeyValue, keys: Keys) -> str | None:
+        """The job's, if a worker has named it. Raises CoordinationError."""
+        key = keys.checkpoint_folder
+        entry = store.get(key)
+        return None if entry is None else decode(JobFolderRecord, key, entry.value).folder
 
     def restore(self, store: KeyValue, keys: Keys) -> None:
         """Write it back after etcd was wiped. Raises CoordinationError."""
@@ -125,14 +134,13 @@ class JobFolder:
 
     @staticmethod
     def _stored(store: KeyValue, keys: Keys, proposed: str) -> str:
-        key = keys.checkpoint_folder
-        entry = store.get(key)
-        if entry is None:
+        known = JobFolder.known(store, keys)
+        if known is None:
             record = encode(JobFolderRecord(folder=proposed))
-            if store.compare_and_swap(key, record, expected_revision=0) is not None:
+            if store.compare_and_swap(keys.checkpoint_folder, record, expected_revision=0):
                 return proposed
-            entry = store.get(key)
-        return proposed if entry is None else decode(JobFolderRecord, key, entry.value).folder
+            known = JobFolder.known(store, keys)
+        return proposed if known is None else known
 
 
 def _broken(key: str, what: str) -> RecordError:

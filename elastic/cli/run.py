@@ -12,6 +12,7 @@ import math
 import os
 import re
 import selectors
+import shlex
 import shutil
 import signal
 import subprocess
@@ -677,9 +678,30 @@ _AGENT = "torch.distributed.elastic.agent.server.api"
 def main(argv: Sequence[str]) -> int:
     """Run the job of this command line; returns the exit code."""
     args = parse(argv)
+    names_its_run = is_ours(args.rdzv_backend) and not args.standalone
     with endpoint(args):
+        if names_its_run:
+            say(where_to_look(args.rdzv_id))
         announce(args)
-        return run_local(args) if args.nodes_local else run_agent(args)
+        code = run_local(args) if args.nodes_local else run_agent(args)
+    if names_its_run and code != arguments.INTERRUPTED:
+        say(where_to_look(args.rdzv_id, code))
+    return code
+
+
+def where_to_look(run_id: str, code: int | None = None) -> str:
+    """Which command shows what happens, before a job and after its end.
+
+    >>> where_to_look("llama", 1)
+    'exit code 1; what happened: elastic events llama; where the time went: elastic report llama'
+    """
+    name = shlex.quote(run_id)
+    if code is None:
+        return f"from another terminal: elastic status {name}, elastic events {name} -f"
+    how = "done" if code == 0 else describe(code)
+    return (
+        f"{how}; what happened: elastic events {name}; where the time went: elastic report {name}"
+    )
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,7 +1,9 @@
 """The journal: every event as a JSON line in one file per process, and as a log line.
 
-With ``ELASTIC_JOURNAL=folder`` each process appends to ``folder/<node>-<pid>.jsonl``. One line is
-one ``write`` on a file opened for appending. A line truncated by a kill or a full disk is not
+Each process appends to ``folder/<node>-<pid>.jsonl``, in the folder ``ELASTIC_JOURNAL`` or, by
+default, in the user's state folder (:mod:`elastic.telemetry.runs`), from which the files move
+beside the checkpoints as soon as their folder is known. One line is one ``write`` on a file opened
+for appending. A line truncated by a kill or a full disk is not
 valid JSON, and the next one begins on a new line. docs/reference/events.md lists the fields of
 lines; :mod:`elastic.telemetry.reader` reads them back.
 
@@ -12,6 +14,7 @@ removes its oldest file except the first, which has the beginning of the run. Re
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -26,6 +29,7 @@ from typing import Any, Protocol
 from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.telemetry.events import Event, JournalClosed, JournalOpened, WorldEntered
 from elastic.telemetry.log import LogOrigin, get_logger, shorten
+from elastic.telemetry.runs import MAX_NODE_BYTES, is_default, journal_beside, remove_oldest_files
 
 SCHEMA = 1  # of the lines; incremented when a field changes its meaning or is removed
 # Fields of every line in addition to the event's own.
@@ -77,6 +81,7 @@ class Journal:
 
     ``origin``: the node named in log lines, in a process whose environment does not name it.
     ``role``: the kind of process, as recorded in the file: "agent" or "worker".
+    ``is_bounded``: remove the oldest files of earlier processes of this node beyond a limit.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Journal:
         role: str = "process",
         run_id: str | None = None,
         max_bytes: int | None = None,
+        is_bounded: bool = False,
     ) -> None:
         self._identity = dict(identity)
         self._origin = origin
@@ -102,21 +108,59 @@ class Journal:
         self._seq = 0
         # Signal handlers and fork: a handler may interrupt a write of its own thread.
         self._lock = threading.RLock()
-        self._file = self._open(folder, max_bytes) if folder else None
+        self._is_bounded = is_bounded
+        # In the state folder, which no user has chosen: it moves, and may be unwritable.
+        self._is_default = bool(folder) and is_default(os.fspath(folder or ""))
+        self._max_bytes = max_bytes
+        self._file = self._open(folder) if folder else None
         if self._file is not None:
             self._write(self._opened())
 
-    def _open(self, folder: str | os.PathLike[str], max_bytes: int | None) -> _RotatingFile | None:
+    def _open(self, folder: str | os.PathLike[str]) -> _RotatingFile | None:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(self._identity.get("node", "process")))
         path = Path(folder) / f"{name[:_LONGEST_NAME]}-{os.getpid()}.jsonl"
-        if max_bytes is None:
-            max_bytes = max_bytes_in(os.environ)
+        if self._max_bytes is None:
+            self._max_bytes = max_bytes_in(os.environ)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return _RotatingFile(path, max_bytes // _FILES)
+            if self._is_bounded:
+                earlier = path.parent.glob(f"{glob.escape(name[:_LONGEST_NAME])}-*.jsonl")
+                remove_oldest_files(earlier, MAX_NODE_BYTES)
+            return _RotatingFile(path, self._max_bytes // _FILES)
         except OSError as error:
-            self._log.warning("no journal: %s cannot be written (%s)", path, error)
+            level = logging.DEBUG if self._is_default else logging.WARNING
+            self._log.log(level, "no journal: %s cannot be written (%s)", path, error)
             return None
+
+    @property
+    def folder(self) -> str:
+        """Where the file is; "" without one."""
+        return str(self._file.path.parent) if self._file is not None else ""
+
+    def move(self, checkpoints: str) -> bool:
+        """Continue beside the checkpoints in this folder, if no user has chosen the journal's
+        folder. False if it stays where it is."""
+        if not (self._is_default and self._run_id and os.path.isdir(checkpoints)):
+            return False
+        with self._lock:
+            old, new = self._file, self._open(journal_beside(checkpoints, self._run_id))
+            if new is None:
+                return False
+            try:
+                for part in old.paths() if old is not None else ():
+                    new.append(part.read_bytes())
+            except OSError as error:  # such as a full disk: the old file has everything
+                self._log.debug("journal: stays in %s: %s", self.folder, error)
+                new.close()
+                return False
+            self._file, self._is_default = new, False
+            if old is not None:
+                old.close()
+                for part in old.paths():
+                    part.unlink(missing_ok=True)
+            else:
+                self._write(self._opened())
+        return True
 
     def _opened(self) -> JournalOpened:
         return JournalOpened(
@@ -249,6 +293,10 @@ class _RotatingFile:
 
     def _part(self, number: int) -> Path:
         return self.path.with_suffix(f".{number}.jsonl")
+
+    def paths(self) -> list[Path]:
+        """All parts, oldest first."""
+        return [*map(self._part, sorted(self._parts())), self.path]
 
     def _parts(self) -> list[int]:
         rest = re.compile(re.escape(self.path.stem) + r"\.(\d+)\.jsonl")
