@@ -104,6 +104,7 @@ def find_journals(
     Raises ConfigError for a folder that does not exist."""
     given, chosen = args.run, chosen_journal(environ)
     if given and (os.sep in given or Path(given).is_dir()):
+        args.run = None  # the run's id, if any, is that of --rdzv-id
         return JournalSource(existing_folder(given), args.rdzv_id)
     args.rdzv_id = given or args.rdzv_id
     if args.rdzv_id is None and chosen is not None:

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import selectors
-import shlex
 import shutil
 import signal
 import subprocess
@@ -31,6 +30,7 @@ from elastic.child_interpreters import module_command
 from elastic.cli import arguments, bound_to_parent
 from elastic.cli.arguments import CommandParser, at_least, nearest
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
+from elastic.telemetry.runs import after_its_end, while_it_runs
 from elastic.tuning.environment import human
 from elastic.tuning.intervals import (
     CLI_POLL_S,
@@ -681,27 +681,12 @@ def main(argv: Sequence[str]) -> int:
     names_its_run = is_ours(args.rdzv_backend) and not args.standalone
     with endpoint(args):
         if names_its_run:
-            say(where_to_look(args.rdzv_id))
+            say(f"from another terminal: {while_it_runs(args.rdzv_id)}")
         announce(args)
         code = run_local(args) if args.nodes_local else run_agent(args)
     if names_its_run and code != arguments.INTERRUPTED:
-        say(where_to_look(args.rdzv_id, code))
+        say(f"{'done' if code == 0 else describe(code)}; {after_its_end(args.rdzv_id)}")
     return code
-
-
-def where_to_look(run_id: str, code: int | None = None) -> str:
-    """Which command shows what happens, before a job and after its end.
-
-    >>> where_to_look("llama", 1)
-    'exit code 1; what happened: elastic events llama; where the time went: elastic report llama'
-    """
-    name = shlex.quote(run_id)
-    if code is None:
-        return f"from another terminal: elastic status {name}, elastic events {name} -f"
-    how = "done" if code == 0 else describe(code)
-    return (
-        f"{how}; what happened: elastic events {name}; where the time went: elastic report {name}"
-    )
 
 
 def parser() -> argparse.ArgumentParser:

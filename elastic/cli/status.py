@@ -231,7 +231,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _from_store(args: argparse.Namespace, keys: Keys, *, is_gone: bool) -> int:
-    with job_store(args) as store:
+    with job_store(args, reports_delay=not is_gone) as store:
         view = read_job(store, keys, SYSTEM_CLOCK.wall())
         if view.state is JobCondition.ABSENT and is_gone:  # another etcd has its port
             _show_last_known(args, keys.run_id)

@@ -74,9 +74,11 @@ from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_orig
 from elastic.telemetry.runs import (
     LocalRun,
     RunEntry,
+    after_its_end,
     chosen_journal,
     default_journal,
     journal_beside,
+    while_it_runs,
 )
 from elastic.tuning.intervals import (
     FINISH_WITHOUT_STORE_S,
@@ -535,6 +537,9 @@ class Launch:
         options, keys, store, tls = job.options, job.keys, job.store, job.tls
         self._options = options
         self._launcher = launcher
+        self._journal_folder = _journal_folder(store, keys)
+        # `elastic run` prints them once for all its nodes.
+        self._names_commands = bool(self._journal_folder) and launcher is not Launcher.RUN
         self._signals = signals
         self._runs_function = agent.runs_function
         self._start_method = agent.start_method
@@ -552,7 +557,6 @@ class Launch:
             self.ports = PortReserve()
             created.callback(self.ports.close)
             node = replace(node, replica_port=self.ports.replica_port)
-            self._journal_folder = _journal_folder(store, keys)
             self._journal = Journal(
                 folder=self._journal_folder,
                 identity={"node": node.name, "node_id": node.node_id},
@@ -668,6 +672,8 @@ class Launch:
         _running.append(self)
         self.leaving.install()
         self.service.status.watchdog.heartbeat()
+        if self._names_commands:
+            self._log.info("from another terminal: %s", while_it_runs(keys.run_id))
         self._warn_of_no_restarts(parameters, agent)
 
     # ── workers ──────────────────────────────────────────────────────────────────────────
@@ -787,6 +793,8 @@ class Launch:
             last_first.callback(self._restore_signals)
             last_first.callback(remove_origin, self._origin)
             last_first.callback(self._run.close)
+            if self._names_commands:
+                last_first.callback(self._log.info, "%s", after_its_end(self._run.run_id))
             last_first.callback(self._journal.close)
             last_first.callback(self._bridge.flush)
             last_first.callback(self._end_health)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import urllib.parse
@@ -46,7 +47,7 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     given = environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(given):
         return Path(given) / "elastic"
-    return Path(environ.get("HOME") or "/nonexistent") / ".local" / "state" / "elastic"
+    return Path(environ.get("HOME") or os.devnull) / ".local" / "state" / "elastic"
 
 
 def chosen_journal(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -72,10 +73,27 @@ class LocalRun:
     is_running: bool = False  # an agent still runs on this machine
 
 
+def while_it_runs(run_id: str) -> str:
+    """The commands that show a job."""
+    name = shlex.quote(run_id)
+    return f"elastic status {name}, elastic events {name} -f"
+
+
+def after_its_end(run_id: str) -> str:
+    """The commands that show what has happened in a job.
+
+    >>> after_its_end("llama")
+    'what happened: elastic events llama; where the time went: elastic report llama'
+    """
+    name = shlex.quote(run_id)
+    return f"what happened: elastic events {name}; where the time went: elastic report {name}"
+
+
 class RunEntry:
     """The registration of one agent; ``journal`` is where its journals begin."""
 
     def __init__(self, run: LocalRun, environ: Mapping[str, str] = os.environ) -> None:
+        self.run_id = run.run_id
         self._run = run
         self._folder = state_folder(environ) / _quoted(run.run_id)
         self._agent = self._folder / f"agent-{_host()}-{os.getpid()}-{_start_ticks(os.getpid())}"
@@ -178,7 +196,8 @@ def _read(folder: Path) -> LocalRun | None:
         known = json.loads((folder / _RUN_FILE).read_bytes())
         run = LocalRun(**known, is_running=bool(_agents(folder)))
         texts = (run.run_id, run.journal, run.endpoint, run.prefix)
-        return run if all(isinstance(t, str) for t in texts) and run.since_s + 0 else None
+        is_valid = all(isinstance(t, str) for t in texts) and isinstance(run.since_s, int | float)
+        return run if is_valid else None
     except (OSError, ValueError, TypeError):  # being written, or by another version
         return None
 

@@ -76,7 +76,7 @@ def test_since_takes_a_time_and_an_age(folder: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "neither FOLDER nor ELASTIC_JOURNAL"),
+        ((), "neither RUN nor ELASTIC_JOURNAL is given, and no job has run on this machine"),
         (("/nowhere",), "there is no folder /nowhere"),
         ((".", "--since=yesterday"), "neither an age nor a time"),
     ],

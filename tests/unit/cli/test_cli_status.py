@@ -143,7 +143,7 @@ def cli(job: Job, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """``elastic ARGV`` on that store."""
 
     @contextmanager
-    def opened(args: object) -> Iterator[MemoryStore]:
+    def opened(args: object, **_: object) -> Iterator[MemoryStore]:
         yield job.store
 
     for module in ("status", "describe", "wait", "jobs"):

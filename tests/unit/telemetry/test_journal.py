@@ -20,6 +20,7 @@ from elastic.telemetry.events import Event, FailureJudged, JournalOpened, Waitin
 from elastic.telemetry.journal import SCHEMA, Journal
 from elastic.telemetry.log import LOGGER_NAME, LogOrigin, UtcFormatter
 from elastic.telemetry.reader import read_folder
+from elastic.telemetry.runs import default_journal, journal_beside
 
 
 @pytest.fixture
@@ -282,3 +283,62 @@ def test_log_lines_escape_and_shorten_a_hostile_node_name(
     assert line.startswith(r"INFO [evil\x1b[2J\nxxx") and line.endswith("] said")
     assert line.isprintable() and len(line) < 200
     assert (" g7]" in line) == is_agent
+
+
+# The default folder -------------------------------------------------------------------------------
+
+
+def by_default(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Journal:
+    """A journal in the user's state folder, with one event."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    journal = journal_in(default_journal("llama"), run_id="llama")
+    journal.emit(Waiting(reason="early"))
+    return journal
+
+
+def test_a_default_journal_continues_beside_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = by_default(monkeypatch, tmp_path)
+    (checkpoints := tmp_path / "ckpt").mkdir()
+    assert journal.move(str(checkpoints)) and not journal.move(str(checkpoints))
+    journal.emit(Waiting(reason="late"))
+    journal.close()
+    lines = lines_of(journal_beside(checkpoints, "llama"))
+    assert [line["seq"] for line in lines] == [0, 1, 2, 3]
+    assert [line.get("reason") for line in lines] == [None, "early", "late", None]
+    assert list(default_journal("llama").iterdir()) == []
+
+
+def test_a_journal_stays_where_it_is_if_a_user_chose_the_folder_or_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoints := tmp_path / "ckpt").mkdir()
+    chosen = journal_in(tmp_path / "chosen", run_id="llama")
+    assert not chosen.move(str(checkpoints))
+    default = by_default(monkeypatch, tmp_path)
+    assert not default.move("s3://bucket/ckpt")
+
+    def full(self: object, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("elastic.telemetry.journal._RotatingFile.append", full)
+        assert not default.move(str(checkpoints))
+    default.emit(Waiting(reason="late"))
+    reasons = [line.get("reason") for line in lines_of(default_journal("llama"))]
+    assert reasons == [None, "early", "late"]
+
+
+def test_a_journal_without_a_writable_home_begins_beside_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    journal = journal_in(default_journal("llama"), run_id="llama")
+    journal.emit(Waiting(reason="lost"))
+    assert journal.folder == "" and journal.move(str(tmp_path)) and warnings == []
+    journal.emit(Waiting(reason="kept"))
+    assert [line["event"] for line in lines_of(Path(journal.folder))] == [
+        "journal-opened",
+        "waiting",
+    ]
