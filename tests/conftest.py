@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -72,12 +73,21 @@ OMITTED = ("soak", "slow")
 MODULES_WORTH_FREEZING = 100
 OBJECTS_WORTH_FREEZING = 200_000
 _frozen_modules: set[str] = set()
+_tests = itertools.count()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shuffle", metavar="SEED", help="run the files, and the tests of each, in a random order"
     )
+
+
+@pytest.fixture(autouse=True)
+def state_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs register in a folder of the test's own, and write journals there: none knows of the
+    jobs of other tests."""
+    folder = f"{tempfile.gettempdir()}/state-{os.getpid()}-{next(_tests)}"
+    monkeypatch.setenv("XDG_STATE_HOME", folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,8 +113,6 @@ def _use_own_temporary_folder(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="tests-")
     os.chmod(folder, 0o1777)  # as /tmp: some tests become another user
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    os.environ["XDG_STATE_HOME"] = f"{folder}/state"  # jobs register there, and write journals
-
     def remove() -> None:
         tempfile.tempdir = before
         if before is None:
