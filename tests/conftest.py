@@ -113,6 +113,7 @@ def _use_own_temporary_folder(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="tests-")
     os.chmod(folder, 0o1777)  # as /tmp: some tests become another user
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+
     def remove() -> None:
         tempfile.tempdir = before
         if before is None:

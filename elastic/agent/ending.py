@@ -188,6 +188,10 @@ class Leaving:
         """Whether a signal has arrived."""
         return self.signum is not None
 
+    def request(self) -> None:
+        """Leave as for SIGTERM, with the main thread's next poll: `elastic stop`."""
+        self.signum = self.signum or signal.SIGTERM
+
     def install(self) -> None:
         """Keep this handler installed. Called with every poll, for a library in a program that
         installs its own."""

@@ -29,6 +29,7 @@ from elastic.membership.records import (
     NodeState,
     NodeStepTimes,
     Secret,
+    Stop,
     WorldRecord,
     decode,
     encode,
@@ -207,6 +208,7 @@ class NodeStatus:
         self.known_worlds: tuple[WorldRecord, ...] = ()
         self.done: Done | None = None
         self.timeline = ""  # of a job that failed: what broke when, for its last error
+        self.stop: Stop | None = None  # the job is to stop, until `elastic resume`
         self.step_rate: StepRate | None = None  # last reported by this node's workers
         self.stepping_generation = 0  # the newest world in which they have begun a step; 0: none
         self.failure_step: int | None = None  # steps committed by the worker that failed
@@ -245,6 +247,13 @@ class NodeStatus:
         return running
 
     @property
+    def stopped(self) -> str:
+        """Why no node is admitted to a world, for users; "" in a job that is not stopped."""
+        if self.stop is None:
+            return ""
+        return f"the job was stopped by {self.stop.by}; `elastic resume` lets it go on"
+
+    @property
     def has_workers_in_a_world(self) -> bool:
         """Whether this node may make progress of the job."""
         return self.node.running is not None and self.node.state is not NodeState.FINISHED
@@ -261,6 +270,12 @@ class NodeStatus:
             bool(self.to_replace) and pid in self.undecided | self.unconnected
         )
         return None if is_undecided and self.can_replace and not self.stopping else False
+
+    def set_stop(self, stop: Stop | None) -> None:
+        """The job is to stop, or to go on."""
+        with self.changed:
+            self.stop = stop
+            self.changed.notify_all()
 
     def change_node(self, change: Callable[[Node], Node]) -> None:
         with self.changed:

@@ -42,6 +42,9 @@ COMMANDS = {
     "events": Command("elastic.cli.events", "print the events of a run from its journals"),
     "dashboard": Command("elastic.cli.dashboard", "serve a live page with a job's status"),
     "report": Command("elastic.cli.report", "show where a run's time went, from its journals"),
+    "stop": Command("elastic.cli.stop", "save, and train no more until `elastic resume`"),
+    "resume": Command("elastic.cli.resume", "let a stopped job go on"),
+    "forget": Command("elastic.cli.forget", "remove what a job has left in etcd"),
     "profile": Command(
         "elastic.cli.profile", "record torch.profiler traces of a running job's next steps"
     ),
