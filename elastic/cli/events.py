@@ -20,12 +20,15 @@ from elastic.cli.arguments import (
     CommandParser,
     add_job_arguments,
     local_run,
+    nearest,
     run_id_of,
     unknown_run,
 )
 from elastic.cli.last_known import EtcdChanges
 from elastic.cli.view import age, job_store, keys_of, read_job
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, StoreUnreachable
+from elastic.telemetry.events import Event
+from elastic.telemetry.journal import kebab_name
 from elastic.telemetry.log import printable, timestamp
 from elastic.telemetry.reader import UNNAMED_RUNS, JournalFolder, JournalRecord, merge
 from elastic.telemetry.runs import chosen_journal, is_default, local_runs
@@ -51,6 +54,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     if source is None and not args.rdzv_endpoint:
         raise no_journals(args)
     since_s = time_of(args.since, SYSTEM_CLOCK.wall()) if args.since else None
+    _require_known(args.event or ())
     try:
         with _changes_in_etcd(args, is_needed=source is None) as changes:
             _print_all(source, changes, args, since_s, SYSTEM_CLOCK)
@@ -95,6 +99,17 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         help="json: one object per line, with the corrected time in `at` (default: %(default)s)",
     )
     return own
+
+
+def _require_known(names: Iterable[str]) -> None:
+    """Raise ConfigError for a kind of event that does not exist."""
+    known = sorted(map(kebab_name, Event.__subclasses__()))
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--event={printable(name, 80)}: there is no such event{nearest(name, known)}",
+                hint=f"the events are {', '.join(known)}",
+            )
 
 
 def find_journals(
@@ -184,6 +199,12 @@ def _print_all(
     of_etcd = _changes(changes, merged.records, notes, at_once=not args.follow)
     _print(_in_order([*merged.records, *of_etcd]), args, since_s)
     notes.print(merged.notes)
+    nodes = sorted({record.node for record in merged.records})
+    if args.node is not None and args.node not in nodes and nodes and not args.follow:
+        raise ConfigError(
+            f"there are no events of node {printable(args.node, 80)}{nearest(args.node, nodes)}",
+            hint=f"the nodes are {', '.join(printable(node, 80) for node in nodes)}",
+        )
     if not merged.records and not of_etcd and not args.follow:
         where = printable(str(source.folder)) if source is not None else "etcd"
         if runs.others:

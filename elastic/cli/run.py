@@ -224,6 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
     """torchrun's parser with our flags and defaults."""
     parser = _RunParser(
         prog="elastic run",
+        usage="elastic run [OPTIONS] SCRIPT [ARGUMENTS]",
         description="Start or join a training job: torchrun with an etcd rendezvous, a failure "
         "budget, and one exit code per outcome.",
         epilog="exit codes: 0 done, 1 the script failed, 2 usage, 65 no valid checkpoint where "
@@ -232,7 +233,8 @@ def build_parser() -> argparse.ArgumentParser:
         parents=[torchrun_parser()],
         add_help=False,
     )
-    ours = parser.add_argument_group("in addition to torchrun's")
+    ours = parser.add_argument_group("options beyond torchrun's")
+    parser._action_groups.insert(0, parser._action_groups.pop())  # before its thirty
     ours.add_argument(
         "--nodes-local",
         "--nodes_local",

@@ -76,6 +76,20 @@ def test_without_a_name_the_running_job_is_meant_and_several_are_refused(
     running.close()
 
 
+def test_without_an_endpoint_the_jobs_of_this_machine_are_listed(
+    demo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = register("other", demo)
+    assert main(["list"]) == 0
+    head, *rows = [line.split("   ") for line in capsys.readouterr().out.splitlines()]
+    assert head[0] == "RUN ID"
+    assert sorted((row[0].strip(), row[1].strip()) for row in rows) == [
+        ("demo", "ended here"),
+        ("other", "running"),
+    ]
+    running.close()
+
+
 def test_a_report_names_nodes_whose_journals_are_elsewhere(
     demo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
