@@ -62,6 +62,7 @@ or is removed. Readers ignore unknown fields.
 
 - A line is one `write` to a file opened for appending. A process that is killed leaves at most its
   last line truncated, which is then not valid JSON; later writes begin on a new line.
+  A disk that hangs delays a process by one second, once; up to 10,000 later lines wait in memory.
   Lines are not synced to the disk: they survive the end of the process, but not of the machine.
 - A process uses at most `ELASTIC_JOURNAL_MIB` (default {DEFAULT_MIB}), in eight files
   (`<node>-<pid>.N.jsonl` are older). Beyond that it removes its oldest file except the first.

@@ -707,9 +707,12 @@ class Launch:
 
     def _move_journal(self, checkpoints: str) -> None:
         """Continue the journal beside the job's checkpoints. On the node's thread."""
-        if self._journal.move(checkpoints):
-            self._journal_folder = self._journal.folder
-            self._run.move(Path(self._journal_folder))
+
+        def moved(folder: str) -> None:
+            self._journal_folder = folder
+            self._run.move(Path(folder))
+
+        self._journal.move(checkpoints, moved)
 
     def workers_start_again(self) -> None:
         """Called before each start of workers; the first one is not a restart."""

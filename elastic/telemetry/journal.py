@@ -15,14 +15,17 @@ removes its oldest file except the first, which has the beginning of the run. Re
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import logging
 import os
+import queue
 import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +44,9 @@ _LONGEST_TEXT = 16_384  # characters of a value: a traceback of many ranks fits
 _LONGEST_LINE = 262_144
 _LONGEST_LOGGED = 2_000
 _LONGEST_NAME = 80
+# A disk that does not write a line within this hangs: nobody waits for it until it has caught up.
+WRITE_PATIENCE_S = 1.0
+_MAX_QUEUED = 10_000  # lines
 _CAMEL = re.compile(r"(?<!^)(?=[A-Z])")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -104,15 +110,17 @@ class Journal:
         self._listeners: list[Callable[[Event], None]] = []
         self._role = role
         self._run_id = run_id
-        self._writer = secrets.token_hex(4)
-        self._seq = 0
+        self._name = secrets.token_hex(4)
+        self._seq = itertools.count()  # of the writer's thread, too
         # Signal handlers and fork: a handler may interrupt a write of its own thread.
         self._lock = threading.RLock()
         self._is_bounded = is_bounded
         # In the state folder, which no user has chosen: it moves, and may be unwritable.
         self._is_default = bool(folder) and is_default(os.fspath(folder or ""))
         self._max_bytes = max_bytes
+        self._pid = os.getpid()
         self._file = self._open(folder) if folder else None
+        self._writer = _Writer() if self._file is not None or self._is_default else None
         if self._file is not None:
             self._write(self._opened())
 
@@ -137,30 +145,36 @@ class Journal:
         """Where the file is; "" without one."""
         return str(self._file.path.parent) if self._file is not None else ""
 
-    def move(self, checkpoints: str) -> bool:
+    def move(self, checkpoints: str, on_moved: Callable[[str], object]) -> None:
         """Continue beside the checkpoints in this folder, if no user has chosen the journal's
-        folder. False if it stays where it is."""
-        if not (self._is_default and self._run_id and os.path.isdir(checkpoints)):
-            return False
-        with self._lock:
-            old, new = self._file, self._open(journal_beside(checkpoints, self._run_id))
-            if new is None:
-                return False
-            try:
-                for part in old.paths() if old is not None else ():
-                    new.append(part.read_bytes())
-            except OSError as error:  # such as a full disk: the old file has everything
-                self._log.debug("journal: stays in %s: %s", self.folder, error)
-                new.close()
-                return False
-            self._file, self._is_default = new, False
-            if old is not None:
-                old.close()
-                for part in old.paths():
-                    part.unlink(missing_ok=True)
-            else:
-                self._write(self._opened())
-        return True
+        folder, and call ``on_moved`` with the new one. Otherwise it stays where it is."""
+        writer = self._writer
+        if writer is not None and self._is_default and self._run_id:
+            writer.run(partial(self._move, checkpoints, on_moved))
+
+    def _move(self, checkpoints: str, on_moved: Callable[[str], object]) -> None:
+        """On the writer's thread."""
+        if not self._is_default or not os.path.isdir(checkpoints):
+            return
+        assert self._run_id is not None
+        old, new = self._file, self._open(journal_beside(checkpoints, self._run_id))
+        if new is None:
+            return
+        try:
+            if old is None:
+                new.append(self._line(self._opened()))
+            for part in old.paths() if old is not None else ():
+                new.append(part.read_bytes())
+        except OSError as error:  # such as a full disk: the old file has everything
+            self._log.debug("journal: stays in %s: %s", self.folder, error)
+            new.close()
+            return
+        self._file, self._is_default = new, False
+        if old is not None:
+            old.close()
+            for part in old.paths():
+                part.unlink(missing_ok=True)
+        on_moved(self.folder)
 
     def _opened(self) -> JournalOpened:
         return JournalOpened(
@@ -203,19 +217,21 @@ class Journal:
             self._log.warning("journal: a listener failed on %s: %r", kebab_name(event), error)
 
     def _write(self, event: Event) -> None:
-        file = self._file
-        if file is None or file.pid != os.getpid():
+        if self._writer is None or self._pid != os.getpid():
             return  # in a forked child the file is its parent's
         with self._lock:
-            if not file.is_closed:
-                self._append(file, event)
+            self._writer.run(partial(self._append, self._line(event)))
 
-    def _append(self, file: _RotatingFile, event: Event) -> None:
+    def _append(self, line: bytes) -> None:
+        """On the writer's thread."""
+        file = self._file
+        if file is None:
+            return
         try:
             if file.is_full:
                 file.rotate()
                 file.append(self._line(self._opened()))
-            file.append(self._line(event))
+            file.append(line)
         except OSError as error:
             if file.is_unreported(error):
                 self._log.warning(
@@ -223,13 +239,12 @@ class Journal:
                 )
 
     def _line(self, event: Event) -> bytes:
-        number, self._seq = self._seq, self._seq + 1
         envelope = {
             "event": kebab_name(event),
-            "seq": number,
+            "seq": next(self._seq),
             "time": self._clock.wall(),
             "monotonic": self._clock.monotonic(),
-            "writer": self._writer,
+            "writer": self._name,
             **self._identity,
             **{k: v for k, v in self._where().items() if v is not None},
         }
@@ -250,12 +265,57 @@ class Journal:
 
     def close(self) -> None:
         """Close the file. Later events only reach the log."""
-        if self._file is not None:
-            self._write(JournalClosed())
+        if self._writer is None or self._pid != os.getpid():
+            return
+        self._write(JournalClosed())
         with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                file.close()
+            writer, self._writer = self._writer, None
+        writer.run(self._close)
+        writer.close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+class _Writer:
+    """A thread that touches the file. A file system may hang, and telemetry must not stop training,
+    nor an agent's thread that the others wait for: a caller waits until its line is written, but
+    not while the disk hangs."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], object], threading.Event]]
+        self._queue = queue.SimpleQueue()
+        self._hangs = False
+        self._thread = threading.Thread(target=self._run, name="elastic-journal", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Have the thread do ``work``, and wait for it unless the disk hangs."""
+        if self._queue.qsize() >= _MAX_QUEUED:
+            return
+        done = threading.Event()
+        self._queue.put((work, done))
+        if not self._hangs:
+            self._hangs = not done.wait(WRITE_PATIENCE_S)
+
+    def close(self) -> None:
+        """End the thread after what it has been given."""
+        done = threading.Event()
+        self._queue.put((_END, done))
+
+    def _run(self) -> None:
+        while (item := self._queue.get())[0] is not _END:
+            work, done = item
+            work()
+            done.set()
+            if self._queue.empty():
+                self._hangs = False
+
+
+def _END() -> None:
+    """Ends a writer's thread."""
 
 
 class _RotatingFile:
@@ -263,7 +323,6 @@ class _RotatingFile:
 
     def __init__(self, path: Path, part_bytes: int) -> None:
         self.path = path
-        self.pid = os.getpid()
         self._part_bytes = max(part_bytes, 4096)
         self._reported: set[int | None] = set()
         self._is_torn = False

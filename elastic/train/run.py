@@ -640,8 +640,11 @@ def _job_folder(worlds: Worlds, on_known: Callable[[str], object], own: str) -> 
 
 def _move_journal(journal: Journal, checkpoints: str) -> None:
     """Continue the journal beside the job's checkpoints, and write profiles there."""
-    if journal.move(checkpoints):
-        os.environ["ELASTIC_JOURNAL"] = journal.folder
+
+    def moved(folder: str) -> None:
+        os.environ["ELASTIC_JOURNAL"] = folder
+
+    journal.move(checkpoints, moved)
 
 
 def journal_of_environment() -> Journal:

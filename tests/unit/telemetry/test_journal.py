@@ -17,10 +17,11 @@ from kit.manual_clock import ManualClock
 
 from elastic.telemetry import events
 from elastic.telemetry.events import Event, FailureJudged, JournalOpened, Waiting, WorkerStuck
-from elastic.telemetry.journal import SCHEMA, Journal
+from elastic.telemetry.journal import SCHEMA, Journal, _RotatingFile
 from elastic.telemetry.log import LOGGER_NAME, LogOrigin, UtcFormatter
 from elastic.telemetry.reader import read_folder
 from elastic.telemetry.runs import default_journal, journal_beside
+from elastic.testing.waiting import eventually
 
 
 @pytest.fixture
@@ -301,7 +302,10 @@ def test_a_default_journal_continues_beside_the_checkpoints(
 ) -> None:
     journal = by_default(monkeypatch, tmp_path)
     (checkpoints := tmp_path / "ckpt").mkdir()
-    assert journal.move(str(checkpoints)) and not journal.move(str(checkpoints))
+    moved: list[str] = []
+    for _ in range(2):
+        journal.move(str(checkpoints), moved.append)
+    assert moved == [str(journal_beside(checkpoints, "llama"))]
     journal.emit(Waiting(reason="late"))
     journal.close()
     lines = lines_of(journal_beside(checkpoints, "llama"))
@@ -315,16 +319,16 @@ def test_a_journal_stays_where_it_is_if_a_user_chose_the_folder_or_the_disk_is_f
 ) -> None:
     (checkpoints := tmp_path / "ckpt").mkdir()
     chosen = journal_in(tmp_path / "chosen", run_id="llama")
-    assert not chosen.move(str(checkpoints))
+    chosen.move(str(checkpoints), pytest.fail)
     default = by_default(monkeypatch, tmp_path)
-    assert not default.move("s3://bucket/ckpt")
+    default.move("s3://bucket/ckpt", pytest.fail)
 
     def full(self: object, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as broken:
         broken.setattr("elastic.telemetry.journal._RotatingFile.append", full)
-        assert not default.move(str(checkpoints))
+        default.move(str(checkpoints), pytest.fail)
     default.emit(Waiting(reason="late"))
     reasons = [line.get("reason") for line in lines_of(default_journal("llama"))]
     assert reasons == [None, "early", "late"]
@@ -336,9 +340,31 @@ def test_a_journal_without_a_writable_home_begins_beside_the_checkpoints(
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
     journal = journal_in(default_journal("llama"), run_id="llama")
     journal.emit(Waiting(reason="lost"))
-    assert journal.folder == "" and journal.move(str(tmp_path)) and warnings == []
+    assert journal.folder == "" and warnings == []
+    journal.move(str(tmp_path), lambda folder: None)
     journal.emit(Waiting(reason="kept"))
     assert [line["event"] for line in lines_of(Path(journal.folder))] == [
         "journal-opened",
         "waiting",
     ]
+
+
+def test_a_hung_disk_delays_one_line_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent's thread that waited for it would be taken for dead by the other nodes."""
+    monkeypatch.setattr("elastic.telemetry.journal.WRITE_PATIENCE_S", 0.05)
+    journal = journal_in(tmp_path)
+    disk_is_back, append = threading.Event(), _RotatingFile.append
+
+    def hang(self: _RotatingFile, line: bytes) -> None:
+        disk_is_back.wait()
+        append(self, line)
+
+    monkeypatch.setattr(_RotatingFile, "append", hang)
+    for number in range(100):
+        journal.emit(Waiting(reason=f"line {number}"))
+    assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened"]
+    disk_is_back.set()
+    eventually(lambda: len(lines_of(tmp_path)) == 101)
+    assert [line["seq"] for line in lines_of(tmp_path)] == list(range(101))
