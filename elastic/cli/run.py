@@ -188,6 +188,7 @@ MAX_RESTARTS = 1_000_000
 # x86-64 (Private_Dirty in smaps_rollup): 161 MiB for an agent, 204 MiB for a worker that trains.
 _AGENT_BYTES = 160 << 20
 _WORKER_BYTES = 200 << 20
+_LOG_LINE = re.compile(r"\S+Z [A-Z]+ +\[(\S+?)[ \]]")
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
 
 
@@ -914,4 +915,15 @@ def describe(code: int) -> str:
 
 
 def _print_line(node: str, stream: str, line: str) -> None:
-    print(f"[{node}] {line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+    file = sys.stdout if stream == "stdout" else sys.stderr
+    print(with_node(node, line), file=file, flush=True)
+
+
+def with_node(node: str, line: str) -> str:
+    """A line of a node's output, with its name, which lines of the log already have.
+
+    >>> with_node("local-0", "epoch 1"), with_node("local-0", "12:00Z INFO    [local-0 g1] waiting")
+    ('[local-0] epoch 1', '12:00Z INFO    [local-0 g1] waiting')
+    """
+    has_name = _LOG_LINE.match(line)
+    return line if has_name is not None and has_name[1] == node else f"[{node}] {line}"
