@@ -59,7 +59,7 @@ def test_a_job_that_still_trains_at_the_timeout_is_reported(
     cli: Callable[..., int], store: MemoryStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = world("n1", "n2")
-    running = node("n1", NodeState.READY, running=record, in_process=True)  # type: ignore[arg-type]
+    running = node("n1", NodeState.READY, running=record, in_process=True)
     store.put(KEYS.world, encode(record))
     store.put(KEYS.node("id-n1"), encode(running))
     assert cli("stop", "llama-7", "--timeout=0s") == 124
