@@ -27,9 +27,18 @@ INTRODUCTION = f"""\
 <!-- Written by scripts/events_table.py from elastic/telemetry/events.py: edit that. -->
 # Events
 
-With `ELASTIC_JOURNAL=FOLDER` in the environment of its agents, every process of a job writes its
-events to `FOLDER/<node>-<pid>.jsonl`: one JSON object per line. `elastic events FOLDER` prints
-all of them in order of time, `elastic report FOLDER` summarizes them.
+Every process of a job writes its events to `<node>-<pid>.jsonl`, one JSON object per line, in the
+first of these folders that is known and can be written:
+
+1. `ELASTIC_JOURNAL` in the environment of the agents (`none`: no journal);
+2. `journal/RUN` in the job's checkpoint folder: lines move there when a worker has named it;
+3. `elastic/RUN/journal` in the user's state folder (`XDG_STATE_HOME`, by default
+   `~/.local/state`).
+
+So the journals of all nodes meet where they share the checkpoint folder. `elastic events RUN`
+prints all events in order of time, `elastic report RUN` summarizes them; both also take a folder.
+On the machine of an agent they know where a run's journals are. Nodes whose journals are elsewhere
+are named as `incomplete: nodes … missing`: copy their files into one folder.
 
 Schema version {SCHEMA}. Fields may be added to it; it is incremented if a field changes its meaning
 or is removed. Readers ignore unknown fields.
@@ -53,11 +62,14 @@ or is removed. Readers ignore unknown fields.
 
 - A line is one `write` to a file opened for appending. A process that is killed leaves at most its
   last line truncated, which is then not valid JSON; later writes begin on a new line.
+  A disk that hangs delays a process by one second, once; up to 10,000 later lines wait in memory.
   Lines are not synced to the disk: they survive the end of the process, but not of the machine.
 - A process uses at most `ELASTIC_JOURNAL_MIB` (default {DEFAULT_MIB}), in eight files
   (`<node>-<pid>.N.jsonl` are older). Beyond that it removes its oldest file except the first.
-  Each start of a process adds a file, and none is removed: a report needs those of the whole run.
-  Under a run id that lives for months, `find FOLDER -mtime +30 -delete` bounds them.
+  Each start of a process adds a file. In `ELASTIC_JOURNAL` none is removed: a report needs those of
+  the whole run; `find FOLDER -mtime +30 -delete` bounds a run id that lives for months. In the
+  other folders a node that starts removes its oldest files beyond 256 MiB, and the state folder
+  keeps the 50 newest runs and 1 GiB.
 - A full or broken disk costs events (a gap in `seq`, one warning), never a step.
 - Texts are ASCII with JSON's escapes, shortened to 16,384 characters each. Exceptions and host
   names may contain any characters: escape them before you show them, as `elastic events` does.

@@ -100,27 +100,41 @@ def _signature(called: Any) -> str:
 
 
 def commands(_: str) -> str:
-    """Every command with its flags; `elastic run` also has those of torchrun."""
-    from elastic.cli.completion import complete_parser
+    """The help of every command, without the line breaks, which differ between Python versions, and
+    without torchrun's texts, which differ between torch versions."""
+    from elastic.cli.main import COMMANDS
     from elastic.cli.run import torchrun_parser
 
-    of_torch = {
-        flag for flag in torchrun_parser()._option_string_actions if not flag.startswith(OWN_FLAGS)
-    }
-    return "\n".join(_flags_of("elastic", complete_parser(), of_torch)) + "\n"
+    of_torch = {*torchrun_parser()._option_string_actions, "training_script"}
+    of_torch |= {"training_script_args"}
+    lines = [f"{name:12} {command.summary}" for name, command in COMMANDS.items()]
+    for name, command in COMMANDS.items():
+        parser = importlib.import_module(command.module).parser()
+        lines += ["", *_help_of(f"elastic {name}", parser, of_torch)]
+    return "\n".join(lines) + "\n"
 
 
-def _flags_of(command: str, parser: argparse.ArgumentParser, omitted: set[str]) -> Iterator[str]:
-    yield command
+def _help_of(command: str, parser: argparse.ArgumentParser, of_torch: set[str]) -> Iterator[str]:
+    yield f"{command}: {parser.description}"
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, own in action.choices.items():
-                yield from _flags_of(f"{command} {name}", own, omitted)
-        elif not set(action.option_strings) & omitted and "-h" not in action.option_strings:
-            flag = ", ".join(action.option_strings) or action.dest
-            chosen = f" {{{','.join(map(str, action.choices))}}}" if action.choices else ""
-            default = "" if action.default in (None, False) else f" = {action.default!r}"
-            yield f"    {flag}{chosen}{default}"
+                yield from _help_of(f"{command} {name}", own, of_torch)
+            continue
+        flags = action.option_strings or [action.dest]
+        is_of_torch = command == "elastic run" and not of_torch.isdisjoint(flags)
+        if "-h" in flags or (is_of_torch and not flags[0].startswith(OWN_FLAGS)):
+            continue
+        shown = f" {action.metavar}" if action.option_strings and action.metavar else ""
+        chosen = f" {{{','.join(map(str, action.choices))}}}" if action.choices else ""
+        default = "" if action.default in (None, False) else f" = {action.default!r}"
+        text = action.help if not is_of_torch and action.help != argparse.SUPPRESS else None
+        values = {**vars(action), "prog": parser.prog}
+        yield f"    {', '.join(flags)}{shown}{chosen}{default}" + (
+            f": {text % values}" if text else ""
+        )
+    if parser.epilog:
+        yield from (f"  {line}".rstrip() for line in parser.epilog.splitlines())
 
 
 def exit_codes(_: str) -> str:

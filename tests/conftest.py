@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -72,12 +73,21 @@ OMITTED = ("soak", "slow")
 MODULES_WORTH_FREEZING = 100
 OBJECTS_WORTH_FREEZING = 200_000
 _frozen_modules: set[str] = set()
+_tests = itertools.count()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shuffle", metavar="SEED", help="run the files, and the tests of each, in a random order"
     )
+
+
+@pytest.fixture(autouse=True)
+def state_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs register in a folder of the test's own, and write journals there: none knows of the
+    jobs of other tests."""
+    folder = f"{tempfile.gettempdir()}/state-{os.getpid()}-{next(_tests)}"
+    monkeypatch.setenv("XDG_STATE_HOME", folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:

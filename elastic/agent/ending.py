@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Callable
 from enum import Enum
@@ -18,6 +17,7 @@ from elastic.membership.records import Done, NodeState, WorldRecord, decode
 from elastic.telemetry.events import FailureTimelineWritten, JobEnded, NodeParked
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
+from elastic.telemetry.runs import chosen_journal
 from elastic.tuning.intervals import (
     ANNOUNCE_S,
     MAIN_THREAD_SLICE_S,
@@ -57,7 +57,7 @@ def _write_timeline(context: NodeContext, done: Done) -> None:
     """Called before the main thread receives the end, whose error contains the page."""
     keys, options = context.keys, context.options
     page = accounting.render(done, keys)
-    folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
+    folder = options.hang_report_folder or chosen_journal()
     name = f"failure-timeline-{context.status.node.name}"
     path, problem = ReportFolder(folder).write_page(name, page)
     place = f"(this page is {path})" if path else f"({problem})"
@@ -187,6 +187,10 @@ class Leaving:
     def is_requested(self) -> bool:
         """Whether a signal has arrived."""
         return self.signum is not None
+
+    def request(self) -> None:
+        """Leave as for SIGTERM, with the main thread's next poll: `elastic stop`."""
+        self.signum = self.signum or signal.SIGTERM
 
     def install(self) -> None:
         """Keep this handler installed. Called with every poll, for a library in a program that

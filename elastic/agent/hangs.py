@@ -7,7 +7,6 @@ progress, nothing is published.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -29,6 +28,7 @@ from elastic.membership.records import (
     encode,
 )
 from elastic.store.keyvalue import Entry, Lease
+from elastic.telemetry.runs import chosen_journal
 from elastic.tuning import intervals
 from elastic.tuning.intervals import HANG_KILL_S
 from elastic.tuning.options import AgentOptions
@@ -97,7 +97,7 @@ class Hangs:
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         options, node = context.options, context.status.node
-        folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
+        folder = options.hang_report_folder or chosen_journal()
         self._response = HangResponse(
             node=node.name,
             acts=options.hang_detection == "on",

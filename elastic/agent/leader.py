@@ -530,6 +530,7 @@ class Leadership:
             view = all_entered(view)
         return replace(
             view,
+            stopped=self._context.status.stopped,
             stragglers=self._stragglers.stragglers(),
             retry_at_s=self._accounting.retry_at_s,
             quarantine_reasons=self._accounting.quarantine_reasons,

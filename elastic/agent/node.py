@@ -29,6 +29,7 @@ from elastic.membership.records import (
     NodeState,
     NodeStepTimes,
     Secret,
+    Stop,
     WorldRecord,
     decode,
     encode,
@@ -111,12 +112,21 @@ class JobFolder:
 
     def __init__(self) -> None:
         self._folder: str | None = None  # None: no worker of this node has asked
+        self.on_known: Callable[[str], object] = lambda folder: None
 
     def agree(self, store: KeyValue, keys: Keys, proposed: str) -> str:
         """The job's; ``proposed``, if it has none yet. Raises CoordinationError."""
         if self._folder is None:
             self._folder = self._stored(store, keys, proposed)
+            self.on_known(self._folder)
         return self._folder
+
+    @staticmethod
+    def known(store: KeyValue, keys: Keys) -> str | None:
+        """The job's, if a worker has named it. Raises CoordinationError."""
+        key = keys.checkpoint_folder
+        entry = store.get(key)
+        return None if entry is None else decode(JobFolderRecord, key, entry.value).folder
 
     def restore(self, store: KeyValue, keys: Keys) -> None:
         """Write it back after etcd was wiped. Raises CoordinationError."""
@@ -125,14 +135,13 @@ class JobFolder:
 
     @staticmethod
     def _stored(store: KeyValue, keys: Keys, proposed: str) -> str:
-        key = keys.checkpoint_folder
-        entry = store.get(key)
-        if entry is None:
+        known = JobFolder.known(store, keys)
+        if known is None:
             record = encode(JobFolderRecord(folder=proposed))
-            if store.compare_and_swap(key, record, expected_revision=0) is not None:
+            if store.compare_and_swap(keys.checkpoint_folder, record, expected_revision=0):
                 return proposed
-            entry = store.get(key)
-        return proposed if entry is None else decode(JobFolderRecord, key, entry.value).folder
+            known = JobFolder.known(store, keys)
+        return proposed if known is None else known
 
 
 def _broken(key: str, what: str) -> RecordError:
@@ -199,6 +208,7 @@ class NodeStatus:
         self.known_worlds: tuple[WorldRecord, ...] = ()
         self.done: Done | None = None
         self.timeline = ""  # of a job that failed: what broke when, for its last error
+        self.stop: Stop | None = None  # the job is to stop, until `elastic resume`
         self.step_rate: StepRate | None = None  # last reported by this node's workers
         self.stepping_generation = 0  # the newest world in which they have begun a step; 0: none
         self.failure_step: int | None = None  # steps committed by the worker that failed
@@ -237,6 +247,13 @@ class NodeStatus:
         return running
 
     @property
+    def stopped(self) -> str:
+        """Why no node is admitted to a world, for users; "" in a job that is not stopped."""
+        if self.stop is None:
+            return ""
+        return f"the job was stopped by {self.stop.by}; `elastic resume` lets it go on"
+
+    @property
     def has_workers_in_a_world(self) -> bool:
         """Whether this node may make progress of the job."""
         return self.node.running is not None and self.node.state is not NodeState.FINISHED
@@ -253,6 +270,12 @@ class NodeStatus:
             bool(self.to_replace) and pid in self.undecided | self.unconnected
         )
         return None if is_undecided and self.can_replace and not self.stopping else False
+
+    def set_stop(self, stop: Stop | None) -> None:
+        """The job is to stop, or to go on."""
+        with self.changed:
+            self.stop = stop
+            self.changed.notify_all()
 
     def change_node(self, change: Callable[[Node], Node]) -> None:
         with self.changed:

@@ -57,6 +57,7 @@ from elastic.membership.records import (
     Member,
     Node,
     NodeState,
+    Stop,
     WorldRecord,
     decode,
     encode,
@@ -452,7 +453,10 @@ def watch_job(context: NodeContext) -> Watch:
     inbox."""
     keys = context.keys
     return context.store.watch(
-        [keys.leader, keys.world, keys.done, keys.hang_verdict, keys.hang_stacks, keys.profile],
+        [
+            *(keys.leader, keys.world, keys.done, keys.stop),
+            *(keys.hang_verdict, keys.hang_stacks, keys.profile),
+        ],
         lambda event: context.post(BaseEvent(event)),
         name="elastic-watch-world",
     )
@@ -491,8 +495,12 @@ class StoreEvents:
                 status.read_world(entry, self._context.clock.monotonic())
             case Put(entry) if entry.key == keys.done:
                 record_end(self._context, decode(Done, entry.key, entry.value))
+            case Put(entry) if entry.key == keys.stop:
+                status.set_stop(decode(Stop, entry.key, entry.value))
             case Put(entry):
                 self._supervisor.on_entry(entry)
+            case Deleted(key, _) if key == keys.stop:
+                status.set_stop(None)
             case Deleted(key, revision) if key == keys.leader:
                 self._succession.learn_absent(revision)
             case Deleted(key, revision) if key == keys.world:
@@ -522,6 +530,8 @@ class StoreEvents:
             self._succession.learn_absent()
         if (verdict := entries.get(keys.hang_verdict)) is not None:
             self._supervisor.on_entry(verdict)
+        stop = entries.get(keys.stop)
+        status.set_stop(decode(Stop, stop.key, stop.value) if stop is not None else None)
         if (done := entries.get(keys.done)) is not None:
             record_end(self._context, decode(Done, done.key, done.value))
         if (world := entries.get(keys.world)) is not None:
@@ -884,7 +894,7 @@ class WorldWait:
                 if world is not None and self.is_for_us(world):
                     return world
                 now = self._clock.monotonic()
-                if self._is_spare(world):
+                if self._is_spare(world) or status.stop is not None:
                     deadline = now + self._options.join_timeout_s
             # Not under the lock: this calls the store.
             if now >= deadline:
@@ -1240,6 +1250,11 @@ class NodeService:
     def expect_end_of_workers(self) -> None:
         """The workers are about to be ended deliberately: that is not a failure."""
         self.status.stopping = True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `elastic stop` has stopped the job that this node's workers train."""
+        return self.status.stop is not None and self.status.running is not None
 
     @property
     def job_is_done(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -17,7 +17,11 @@ from elastic.errors import (
     NodeUnfit,
     Preempted,
 )
+from elastic.telemetry.log import printable
+from elastic.telemetry.runs import LocalRun, local_runs
 from elastic.tuning.options import AgentOptions, read_options
+
+_MAX_LISTED = 10  # runs in an error
 
 # ----------------------------------------------------------------------------
 # The parser of every command: an error is a ConfigError (exit code 2) with a hint.
@@ -79,15 +83,21 @@ def add_table_or_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_arguments(
-    parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ
+    parser: argparse.ArgumentParser,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    run_help: str = "run id of the job (default: PET_RDZV_ID, or the only job of this machine)",
 ) -> None:
-    """``--rdzv-endpoint``, ``--rdzv-id`` and ``--rdzv-conf``."""
+    """``RUN``, ``--rdzv-endpoint``, ``--rdzv-id`` and ``--rdzv-conf``. Without ``run_help`` the
+    command has no positional argument for the run."""
+    if run_help:
+        parser.add_argument("run", nargs="?", metavar="RUN", help=run_help)
     parser.add_argument(
         "--rdzv-id",
         "--run-id",
         default=environ.get("PET_RDZV_ID"),
         metavar="NAME",
-        help="the job's run id (default: PET_RDZV_ID)",
+        help="the run id, as a flag",
     )
     add_etcd_arguments(parser, environ)
 
@@ -100,7 +110,8 @@ def add_etcd_arguments(
         "--rdzv-endpoint",
         default=environ.get("PET_RDZV_ENDPOINT"),
         metavar="HOST:PORT",
-        help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT)",
+        help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT, or that of the "
+        "job on this machine)",
     )
     add_options_argument(parser, environ)
 
@@ -120,18 +131,69 @@ def add_options_argument(
 
 def options_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> AgentOptions:
     """The options of the job's agents: ``--rdzv-conf``, else ``ELASTIC_*``. Raises ConfigError."""
+    find_job(args)
     given = as_given("--rdzv-conf", args.rdzv_conf, environ)
     return read_options(_pairs(args.rdzv_conf, given), environ)
 
 
 def endpoint_of(args: argparse.Namespace) -> str:
-    """etcd's endpoint. Raises ConfigError if none is given."""
+    """etcd's endpoint. Raises ConfigError if none is known."""
+    find_job(args)
+    if not args.rdzv_endpoint and args.rdzv_id and (runs := local_runs()):
+        raise unknown_run(args.rdzv_id, runs)
     return _required(args.rdzv_endpoint, "--rdzv-endpoint", "PET_RDZV_ENDPOINT")
 
 
 def run_id_of(args: argparse.Namespace) -> str:
-    """The job's run id. Raises ConfigError if none is given."""
+    """The job's run id. Raises ConfigError if none is given, and this machine does not have exactly
+    one job."""
+    find_job(args)
+    if not args.rdzv_id and (runs := local_runs()):
+        raise ConfigError(
+            f"this machine has {len(runs)} jobs: {_listed(runs)}", hint="name one by its run id"
+        )
     return _required(args.rdzv_id, "--rdzv-id", "PET_RDZV_ID", "; `elastic list` shows them")
+
+
+def find_job(args: argparse.Namespace) -> LocalRun | None:
+    """The job of this machine that the arguments mean, whose run id and etcd are added to them."""
+    args.rdzv_id = getattr(args, "run", None) or getattr(args, "rdzv_id", None)
+    run = local_run(args) if "rdzv_conf" in args and "run" in args else None
+    if run is not None:
+        args.rdzv_id = run.run_id
+        if not args.rdzv_endpoint:
+            args.rdzv_endpoint = run.endpoint
+            args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"prefix={run.prefix}"]))
+    return run
+
+
+def local_run(args: argparse.Namespace) -> LocalRun | None:
+    """The job of this machine that the arguments mean: the named one or, without a name, the only
+    one that runs, or else the only one; None: it is another machine's, or not certain."""
+    name, endpoint, runs = args.rdzv_id, args.rdzv_endpoint, local_runs()
+    if name is not None:
+        runs = [run for run in runs if run.run_id == name]
+    if endpoint:
+        runs = [run for run in runs if run.endpoint == endpoint]
+    running = [run for run in runs if run.is_running]
+    certain = running or runs
+    return certain[0] if len(certain) == 1 else None
+
+
+def unknown_run(name: str, runs: Sequence[LocalRun]) -> ConfigError:
+    """The error for a run id that this machine does not have."""
+    return ConfigError(
+        f"no job {printable(name, 80)} is known on this machine"
+        f"{nearest(name, [run.run_id for run in runs])}",
+        hint=f"it has {_listed(runs)}; for a job elsewhere pass --rdzv-endpoint"
+        if runs
+        else "for a job elsewhere pass --rdzv-endpoint",
+    )
+
+
+def _listed(runs: Sequence[LocalRun]) -> str:
+    shown = ", ".join(printable(run.run_id, 80) for run in runs[:_MAX_LISTED])
+    return f"{shown} and {len(runs) - _MAX_LISTED} more" if len(runs) > _MAX_LISTED else shown
 
 
 def _required(value: str | None, flag: str, variable: str, more: str = "") -> str:

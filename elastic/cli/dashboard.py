@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from elastic.cli.arguments import CommandParser, add_job_arguments
+from elastic.cli.arguments import CommandParser, add_job_arguments, find_job
 from elastic.cli.dashboard_feed import EventLog, JobFeed, JournalFeed
-from elastic.cli.events import folder_of
+from elastic.cli.events import existing_folder
 from elastic.cli.view import job_store, keys_of
 from elastic.errors import ConfigError
 from elastic.store.keyvalue import KeyValue
@@ -126,6 +126,9 @@ def _serve(args: argparse.Namespace) -> None:
 
 def _feed_of(args: argparse.Namespace, on_error: Callable[[BaseException], object]) -> JobFeed:
     """The feed of the job. Raises ConfigError if neither etcd nor journals are given."""
+    if not args.journal:
+        run = find_job(args)
+        args.journal = run.journal if run is not None else None
     uses_etcd = bool(args.rdzv_endpoint)
     if not uses_etcd and not args.journal:
         raise ConfigError(
@@ -138,7 +141,7 @@ def _feed_of(args: argparse.Namespace, on_error: Callable[[BaseException], objec
     if args.journal:
         run_id = keys.run_id if keys is not None else (args.rdzv_id or "")
         # A job that has not started has no journals yet: with etcd, the folder may appear later.
-        folder = Path(args.journal) if uses_etcd else folder_of(args.journal)
+        folder = Path(args.journal) if uses_etcd else existing_folder(args.journal)
         if not folder.is_dir():
             print(
                 f"elastic dashboard: there is no folder {printable(args.journal)} yet: events come "

@@ -52,7 +52,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         nargs="?",
         help="node name, or the generation that the incident ended (default: the last incident)",
     )
-    add_job_arguments(own, environ)
+    add_job_arguments(own, environ, run_help="")
     own.add_argument(
         "-o",
         "--output",

@@ -452,7 +452,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         "2 usage. The agents' options (certificates, user, prefix) are read from the same "
         "ELASTIC_* variables.",
     )
-    add_job_arguments(parser, environ)
+    add_job_arguments(parser, environ, run_help="")
     parser.add_argument(
         "--nnodes",
         type=at_least(1),

@@ -12,16 +12,30 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from elastic.cli.arguments import CommandParser, add_job_arguments
+from elastic.cli.arguments import (
+    CommandParser,
+    add_job_arguments,
+    local_run,
+    nearest,
+    run_id_of,
+    unknown_run,
+)
 from elastic.cli.last_known import EtcdChanges
 from elastic.cli.view import age, job_store, keys_of, read_job
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, StoreUnreachable
+from elastic.telemetry.events import Event
+from elastic.telemetry.journal import kebab_name
 from elastic.telemetry.log import printable, timestamp
 from elastic.telemetry.reader import UNNAMED_RUNS, JournalFolder, JournalRecord, merge
+from elastic.telemetry.runs import chosen_journal, is_default, local_runs
 
+RUN_OR_FOLDER = (
+    "run id, or a folder of journals (default: ELASTIC_JOURNAL, or the only job of this machine)"
+)
 # Polling interval of `elastic events --follow`.
 FOLLOW_S = 0.3
 
@@ -34,14 +48,16 @@ _PLACE = (("rank", "r"), ("generation", "g"), ("step", "s"))
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """Run ``elastic events ARGV``; returns the exit code."""
     args = parser(environ).parse_args(list(argv))
-    has_folder = bool(args.folder or environ.get("ELASTIC_JOURNAL"))
-    if not has_folder and args.rdzv_endpoint is None:
+    source = find_journals(args, environ)
+    if source is None and args.rdzv_endpoint is None:
         args.rdzv_endpoint = environ.get("PET_RDZV_ENDPOINT")
-    folder = folder_of(args.folder) if has_folder or not args.rdzv_endpoint else None
+    if source is None and not args.rdzv_endpoint:
+        raise no_journals(args)
     since_s = time_of(args.since, SYSTEM_CLOCK.wall()) if args.since else None
+    _require_known(args.event or ())
     try:
-        with _changes_in_etcd(args, is_needed=folder is None) as changes:
-            _print_all(folder, changes, args, since_s, SYSTEM_CLOCK)
+        with _changes_in_etcd(args, is_needed=source is None) as changes:
+            _print_all(source, changes, args, since_s, SYSTEM_CLOCK)
     except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -53,18 +69,14 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         prog="elastic events",
         description="Print the events of a run: the journals of all its processes, merged in order "
         "of time. The fields of each event: docs/reference/events.md. With --rdzv-endpoint, also "
-        "changes that etcd shows and no journal in FOLDER records: worlds, nodes, the job's end. "
-        "With --rdzv-id, only events of that run.",
-        epilog="PET_RDZV_ENDPOINT is used only if neither FOLDER nor ELASTIC_JOURNAL is given. "
-        "exit codes: 0 success, 2 usage, or no such run, 69 etcd denies access, or is unreachable "
-        "and no FOLDER is given",
+        "changes that etcd shows and no journal records: worlds, nodes, the job's end.",
+        epilog="PET_RDZV_ENDPOINT is used only if no journals are known. exit codes: 0 success, 2 "
+        "usage, or no such run, 69 etcd denies access, or is unreachable and no journals are known",
     )
-    add_job_arguments(own, {k: v for k, v in environ.items() if k != "PET_RDZV_ENDPOINT"})
-    own.add_argument(
-        "folder",
-        nargs="?",
-        metavar="FOLDER",
-        help="journal folder (default: ELASTIC_JOURNAL)",
+    add_job_arguments(
+        own,
+        {k: v for k, v in environ.items() if k != "PET_RDZV_ENDPOINT"},
+        run_help=RUN_OR_FOLDER,
     )
     own.add_argument(
         "-f", "--follow", action="store_true", help="print new events as they are written"
@@ -89,19 +101,71 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     return own
 
 
-def folder_of(given: str | None) -> Path:
-    """The journal folder. Raises ConfigError if none is given or it does not exist."""
-    name = given or os.environ.get("ELASTIC_JOURNAL")
-    if not name:
-        raise ConfigError(
-            "neither FOLDER nor ELASTIC_JOURNAL is given",
-            hint="give the folder that ELASTIC_JOURNAL named when the job ran",
-        )
+def _require_known(names: Iterable[str]) -> None:
+    """Raise ConfigError for a kind of event that does not exist."""
+    known = sorted(map(kebab_name, Event.__subclasses__()))
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--event={printable(name, 80)}: there is no such event{nearest(name, known)}",
+                hint=f"the events are {', '.join(known)}",
+            )
+
+
+def find_journals(
+    args: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> JournalSource | None:
+    """The journals that RUN, ELASTIC_JOURNAL or this machine's only job means; None: none is known.
+    Raises ConfigError for a folder that does not exist."""
+    given, chosen = args.run, chosen_journal(environ)
+    if given and (os.sep in given or Path(given).is_dir()):
+        args.run = None  # the run's id, if any, is that of --rdzv-id
+        return JournalSource(existing_folder(given), args.rdzv_id)
+    args.rdzv_id = given or args.rdzv_id
+    if args.rdzv_id is None and chosen is not None:
+        return JournalSource(existing_folder(chosen), None)
+    run = local_run(args)
+    if run is not None and Path(run.journal).is_dir() and run.journal:
+        args.rdzv_id = run.run_id
+        return JournalSource(Path(run.journal), run.run_id)
+    return JournalSource(existing_folder(chosen), args.rdzv_id) if chosen is not None else None
+
+
+@dataclass(frozen=True)
+class JournalSource:
+    """A folder of journals, and the run in it; None: all of them, or the last."""
+
+    folder: Path
+    run_id: str | None
+
+    def current(self) -> Path:
+        """Where the run's journals are now: they move once its checkpoint folder is known."""
+        known = (run for run in local_runs() if run.run_id == self.run_id and run.journal)
+        run = next(known, None)
+        was_default = is_default(str(self.folder))
+        return Path(run.journal) if run is not None and was_default else self.folder
+
+
+def no_journals(args: argparse.Namespace) -> ConfigError:
+    """The error of a command that finds no journals."""
+    runs = local_runs()
+    if args.rdzv_id is not None:
+        return unknown_run(args.rdzv_id, runs)
+    if runs:
+        run_id_of(args)  # raises: there are several
+    return ConfigError(
+        "neither RUN nor ELASTIC_JOURNAL is given, and no job has run on this machine",
+        hint="give the run id, or the folder that ELASTIC_JOURNAL named when the job ran",
+    )
+
+
+def existing_folder(name: str) -> Path:
+    """The folder of journals. Raises ConfigError if it does not exist."""
     folder = Path(name)
     if not folder.is_dir():
         raise ConfigError(
             f"there is no folder {printable(name)}",
-            hint="journals are written where ELASTIC_JOURNAL is set for the job's agents",
+            hint="give the folder that ELASTIC_JOURNAL named when the job ran, or a run id",
         )
     return folder
 
@@ -121,13 +185,13 @@ def time_of(text: str, now_s: float) -> float:
 
 
 def _print_all(
-    folder: Path | None,
+    source: JournalSource | None,
     changes: EtcdChanges | None,
     args: argparse.Namespace,
     since_s: float | None,
     clock: Clock,
 ) -> None:
-    journals = JournalFolder(folder) if folder is not None else None
+    journals = JournalFolder(source.folder) if source is not None else None
     runs = RunSelection(args.rdzv_id)
     read = journals.read_new() if journals is not None else []
     merged = merge(runs.select(read), journals.notes() if journals is not None else [])
@@ -135,8 +199,14 @@ def _print_all(
     of_etcd = _changes(changes, merged.records, notes, at_once=not args.follow)
     _print(_in_order([*merged.records, *of_etcd]), args, since_s)
     notes.print(merged.notes)
+    nodes = sorted({record.node for record in merged.records})
+    if args.node is not None and args.node not in nodes and nodes and not args.follow:
+        raise ConfigError(
+            f"there are no events of node {printable(args.node, 80)}{nearest(args.node, nodes)}",
+            hint=f"the nodes are {', '.join(printable(node, 80) for node in nodes)}",
+        )
     if not merged.records and not of_etcd and not args.follow:
-        where = printable(str(folder)) if folder is not None else "etcd"
+        where = printable(str(source.folder)) if source is not None else "etcd"
         if runs.others:
             raise ConfigError(
                 f"there are no events of run {printable(args.rdzv_id)} in {where}",
@@ -144,9 +214,15 @@ def _print_all(
             )
         print(f"elastic: there are no events in {where}", file=sys.stderr)
     offsets = {r.writer: r.at_s - r.monotonic_s for r in merged.records}
+    newest = {r.writer: r.seq for r in sorted(merged.records, key=lambda r: r.seq)}
     while args.follow:
         clock.sleep(FOLLOW_S)
         records = runs.select(journals.read_new()) if journals is not None else []
+        if source is not None and journals is not None:
+            journals.folder = source.current()
+            # A file that moved to another file system is read again.
+            records = [r for r in records if r.seq < 0 or r.seq > newest.get(r.writer, -1)]
+            newest |= {r.writer: r.seq for r in sorted(records, key=lambda r: r.seq)}
         for record in records:
             known = offsets.setdefault(record.writer, record.time_s - record.monotonic_s)
             record.at_s = record.monotonic_s + known

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from elastic.cli.arguments import CommandParser, add_etcd_arguments, options_of
@@ -14,6 +15,7 @@ from elastic.errors import SYSTEM_CLOCK, ConfigError
 from elastic.membership.records import Keys
 from elastic.store.keyvalue import Entry, Snapshot
 from elastic.telemetry.log import duration, printable
+from elastic.telemetry.runs import local_runs
 
 SCHEMA = 1  # incremented when a field changes its meaning or is removed
 _HEAD = ("RUN ID", "STATE", "NODES", "STEP", "GENERATION", "AGE")
@@ -22,6 +24,8 @@ _HEAD = ("RUN ID", "STATE", "NODES", "STEP", "GENERATION", "AGE")
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic list ARGV``; returns the exit code."""
     args = parser().parse_args(list(argv))
+    if not args.rdzv_endpoint:
+        return _list_local(args.output)
     with job_store(args) as store:
         jobs = read_jobs(store, options_of(args).prefix, SYSTEM_CLOCK.wall())
     if args.output == "json":
@@ -31,12 +35,27 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _list_local(output: str) -> int:
+    """The jobs that have had an agent of this user on this machine, newest first."""
+    now_s, runs = SYSTEM_CLOCK.wall(), local_runs()
+    if output == "json":
+        print(json.dumps({"schema": SCHEMA, "local": [asdict(run) for run in runs]}, indent=2))
+        return 0
+    rows = [("RUN ID", "STATE", "STARTED", "ETCD")]
+    for run in runs:
+        state = "running" if run.is_running else "ended here"
+        ago = f"{duration(max(0.0, now_s - run.since_s))} ago"
+        rows.append((printable(run.run_id), state, ago, printable(run.endpoint)))
+    print("\n".join(_aligned(rows)) if runs else "no job has run on this machine")
+    return 0
+
+
 def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic list``."""
     own = CommandParser(
         prog="elastic list",
-        description="List the jobs in an etcd, ended ones included, until their keys are deleted. "
-        "Reads etcd and changes nothing.",
+        description="List the jobs in an etcd, ended ones included, until `elastic forget`. "
+        "Without an endpoint: the jobs of this user on this machine. Changes nothing.",
         epilog="exit codes: 0 success, 2 usage, 69 etcd unreachable, or access denied",
     )
     add_etcd_arguments(own, environ)
@@ -84,8 +103,11 @@ class _Listing:
 
 
 def _table(jobs: Sequence[JobView]) -> Iterator[str]:
-    rows = [_HEAD, *map(_row, jobs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+    return _aligned([_HEAD, *map(_row, jobs)])
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "   ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
 

@@ -27,36 +27,40 @@ class Command:
     summary: str
 
 
+# In order of use.
 COMMANDS = {
-    "checkpoints": Command(
-        "elastic.cli.checkpoints", "list, verify, compare and convert checkpoints"
-    ),
     "run": Command(
         "elastic.cli.run",
         "start or join a training job, with torchrun's flags",
     ),
-    "list": Command("elastic.cli.jobs", "list the jobs in an etcd"),
+    "list": Command("elastic.cli.jobs", "list the jobs in an etcd, or on this machine"),
     "status": Command("elastic.cli.status", "show a job's status: state, step and nodes"),
+    "events": Command("elastic.cli.events", "print the events of a run from its journals"),
+    "report": Command("elastic.cli.report", "show where a run's time went, from its journals"),
+    "dashboard": Command("elastic.cli.dashboard", "serve a live page with a job's status"),
     "describe": Command("elastic.cli.describe", "show a node, an incident, or the last checkpoint"),
     "wait": Command("elastic.cli.wait", "wait until a job is done or reaches a step"),
-    "events": Command("elastic.cli.events", "print the events of a run from its journals"),
-    "dashboard": Command("elastic.cli.dashboard", "serve a live page with a job's status"),
-    "report": Command("elastic.cli.report", "show where a run's time went, from its journals"),
+    "stop": Command("elastic.cli.stop", "save, and train no more until `elastic resume`"),
+    "resume": Command("elastic.cli.resume", "let a stopped job go on"),
+    "forget": Command("elastic.cli.forget", "remove what a job has left in etcd"),
     "profile": Command(
         "elastic.cli.profile", "record torch.profiler traces of a running job's next steps"
     ),
-    "finish": Command(
-        "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
+    "checkpoints": Command(
+        "elastic.cli.checkpoints", "list, verify, compare and convert checkpoints"
     ),
-    "kube": Command("elastic.cli.kube", "render Kubernetes manifests from a few flags"),
-    "env": Command(
-        "elastic.cli.env", "show the NCCL, torch and gloo settings for this machine, with reasons"
+    "check": Command(
+        "elastic.cli.check", "run a script with deaths at random lines and compare the results"
     ),
     "doctor": Command(
         "elastic.cli.doctor", "check this machine, etcd, and the network between nodes"
     ),
-    "check": Command(
-        "elastic.cli.check", "run a script with deaths at random lines and compare the results"
+    "env": Command(
+        "elastic.cli.env", "show the NCCL, torch and gloo settings for this machine, with reasons"
+    ),
+    "kube": Command("elastic.cli.kube", "render Kubernetes manifests from a few flags"),
+    "finish": Command(
+        "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
     ),
     "demo": Command("elastic.cli.demo", "train on three local nodes, kill one, add one"),
     "tutorial": Command("elastic.cli.tutorial", "write the scripts of the tutorial"),

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic.cli.arguments import CommandParser
-from elastic.cli.events import folder_of
+from elastic.cli.events import RUN_OR_FOLDER, find_journals, no_journals
 from elastic.errors import ConfigError
 from elastic.report.model import RunReport, report_of
 from elastic.report.render import document, html, markdown
@@ -27,14 +27,16 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     output = Path(args.output) if args.output not in (None, "", "-") else None
     form = format_of(args.format, output, is_terminal=sys.stdout.isatty())
-    folder = folder_of(args.folder)
+    source = find_journals(args)
+    if source is None:
+        raise no_journals(args)
     with _no_garbage_collection():
-        report = report_of(merge(*read_folder(folder)), args.run_id)
+        report = report_of(merge(*read_folder(source.folder)), source.run_id)
     if not report.goodput.nodes:
-        of_run = f" of run {printable(args.run_id)}" if args.run_id else ""
+        of_run = f" of run {printable(source.run_id)}" if source.run_id else ""
         raise ConfigError(
-            f"there are no events{of_run} in {printable(str(folder))}",
-            hint="journals are written where ELASTIC_JOURNAL is set for the job's agents",
+            f"there are no events{of_run} in {printable(str(source.folder))}",
+            hint="give the folder that ELASTIC_JOURNAL named when the job ran, or a run id",
         )
     text = rendered(report, form)
     if output is None:
@@ -69,12 +71,14 @@ def parser() -> argparse.ArgumentParser:
         "cost of each change of the world. Reads journals only; the job may have ended or still "
         "be running. -o report.html writes one self-contained page with charts.",
     )
+    own.add_argument("run", nargs="?", metavar="RUN", help=RUN_OR_FOLDER)
     own.add_argument(
-        "folder", nargs="?", metavar="RUN", help="the journals' folder (default: ELASTIC_JOURNAL)"
+        "--rdzv-id",
+        "--run-id",
+        metavar="NAME",
+        help="the run to report, if the folder has several (default: last)",
     )
-    own.add_argument(
-        "--run-id", "--rdzv-id", help="the run to report, if the folder has several (default: last)"
-    )
+    own.set_defaults(rdzv_endpoint=None)
     own.add_argument(
         "--format",
         choices=("html", "md", "json"),

@@ -30,6 +30,7 @@ from elastic.child_interpreters import module_command
 from elastic.cli import arguments, bound_to_parent
 from elastic.cli.arguments import CommandParser, at_least, nearest
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
+from elastic.telemetry.runs import after_its_end, while_it_runs
 from elastic.tuning.environment import human
 from elastic.tuning.intervals import (
     CLI_POLL_S,
@@ -187,6 +188,7 @@ MAX_RESTARTS = 1_000_000
 # x86-64 (Private_Dirty in smaps_rollup): 161 MiB for an agent, 204 MiB for a worker that trains.
 _AGENT_BYTES = 160 << 20
 _WORKER_BYTES = 200 << 20
+_LOG_LINE = re.compile(r"\S+Z [A-Z]+ +\[(\S+?)[ \]]")
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
 
 
@@ -223,6 +225,7 @@ def build_parser() -> argparse.ArgumentParser:
     """torchrun's parser with our flags and defaults."""
     parser = _RunParser(
         prog="elastic run",
+        usage="elastic run [OPTIONS] SCRIPT [ARGUMENTS]",
         description="Start or join a training job: torchrun with an etcd rendezvous, a failure "
         "budget, and one exit code per outcome.",
         epilog="exit codes: 0 done, 1 the script failed, 2 usage, 65 no valid checkpoint where "
@@ -231,7 +234,8 @@ def build_parser() -> argparse.ArgumentParser:
         parents=[torchrun_parser()],
         add_help=False,
     )
-    ours = parser.add_argument_group("in addition to torchrun's")
+    ours = parser.add_argument_group("options beyond torchrun's")
+    parser._action_groups.insert(0, parser._action_groups.pop())  # before its thirty
     ours.add_argument(
         "--nodes-local",
         "--nodes_local",
@@ -677,9 +681,15 @@ _AGENT = "torch.distributed.elastic.agent.server.api"
 def main(argv: Sequence[str]) -> int:
     """Run the job of this command line; returns the exit code."""
     args = parse(argv)
+    names_its_run = is_ours(args.rdzv_backend) and not args.standalone
     with endpoint(args):
+        if names_its_run:
+            say(f"from another terminal: {while_it_runs(args.rdzv_id)}")
         announce(args)
-        return run_local(args) if args.nodes_local else run_agent(args)
+        code = run_local(args) if args.nodes_local else run_agent(args)
+    if names_its_run and code != arguments.INTERRUPTED:
+        say(f"{'done' if code == 0 else describe(code)}; {after_its_end(args.rdzv_id)}")
+    return code
 
 
 def parser() -> argparse.ArgumentParser:
@@ -905,4 +915,15 @@ def describe(code: int) -> str:
 
 
 def _print_line(node: str, stream: str, line: str) -> None:
-    print(f"[{node}] {line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+    file = sys.stdout if stream == "stdout" else sys.stderr
+    print(with_node(node, line), file=file, flush=True)
+
+
+def with_node(node: str, line: str) -> str:
+    """A line of a node's output, with its name, which lines of the log already have.
+
+    >>> with_node("local-0", "epoch 1"), with_node("local-0", "12:00Z INFO    [local-0 g1] waiting")
+    ('[local-0] epoch 1', '12:00Z INFO    [local-0 g1] waiting')
+    """
+    has_name = _LOG_LINE.match(line)
+    return line if has_name is not None and has_name[1] == node else f"[{node}] {line}"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic.cli.arguments import CommandParser, add_job_arguments, nearest, options_of
+from elastic.cli.arguments import CommandParser, add_job_arguments, find_job, nearest, options_of
 from elastic.cli.jobs import read_jobs
 from elastic.cli.view import (
     JobCondition,
@@ -24,9 +24,12 @@ from elastic.cli.view import (
 from elastic.errors import SYSTEM_CLOCK, StoreRefused, StoreUnreachable
 from elastic.membership.records import BreakageRecord, Keys, Node
 from elastic.telemetry.log import duration, printable, shorten
+from elastic.telemetry.runs import is_loopback
 
 # Refresh interval of `elastic status --watch`: each refresh is one read of a few keys.
 STATUS_WATCH_S = 2.0
+# For an etcd on this machine whose job has ended: it most likely ended, too.
+GONE_CONNECT_S = 1.0
 
 # ----------------------------------------------------------------------------
 # A job's status as JSON: the documents of ``elastic status -o json``, ``/api/status`` and
@@ -204,21 +207,35 @@ _CLEAR = "\x1b[H\x1b[2J"
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic status ARGV``; returns the exit code."""
     args = parser().parse_args(list(argv))
+    run = find_job(args)
+    if not args.journal and run is not None:
+        args.journal = run.journal
+    # Nothing of the job can run any more: its etcd was on this machine, as all its agents.
+    is_gone = (
+        run is not None and not run.is_running and is_loopback(run.endpoint) and not args.watch
+    )
+    if is_gone and "connect_timeout_s" not in args.rdzv_conf:
+        args.rdzv_conf += f",connect_timeout_s={GONE_CONNECT_S:g}"
     keys = keys_of(args)
     while True:
         try:
-            return _from_store(args, keys)
+            return _from_store(args, keys, is_gone=is_gone)
         except StoreUnreachable as error:
             _show_last_known(args, keys.run_id)
+            if is_gone:
+                return 0
             if not args.watch:
                 raise
             print(f"elastic: {error.message}", file=sys.stderr)
             SYSTEM_CLOCK.sleep(STATUS_WATCH_S)
 
 
-def _from_store(args: argparse.Namespace, keys: Keys) -> int:
-    with job_store(args) as store:
+def _from_store(args: argparse.Namespace, keys: Keys, *, is_gone: bool) -> int:
+    with job_store(args, reports_delay=not is_gone) as store:
         view = read_job(store, keys, SYSTEM_CLOCK.wall())
+        if view.state is JobCondition.ABSENT and is_gone:  # another etcd has its port
+            _show_last_known(args, keys.run_id)
+            return 0
         _show(view, args)
         if view.state is JobCondition.ABSENT:
             _say_which_exist(store, args, view)
@@ -250,7 +267,8 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     own = CommandParser(
         prog="elastic status",
         description="Print a job's status: its state in one sentence, its step and its nodes. "
-        "Reads etcd and changes nothing.",
+        "Reads etcd, and after the end of an etcd on this machine the job's journals. Changes "
+        "nothing.",
         epilog="exit codes: 0 success, 1 no such job, 2 usage, 69 etcd unreachable, or access "
         "denied",
     )
@@ -260,7 +278,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         default=environ.get("ELASTIC_JOURNAL"),
         metavar="FOLDER",
         help="journal folder; used to show the last known state when etcd is unreachable "
-        "(default: ELASTIC_JOURNAL)",
+        "(default: ELASTIC_JOURNAL, or that of the job on this machine)",
     )
     own.add_argument("-w", "--watch", action="store_true", help="refresh until Ctrl-C")
     own.add_argument(

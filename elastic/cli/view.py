@@ -24,6 +24,7 @@ from elastic.membership.records import (
     Node,
     NodeState,
     Outcome,
+    Stop,
     WorldRecord,
     decode,
 )
@@ -165,6 +166,7 @@ class JobCondition(str, Enum):
     WAITING = "waiting"  # for its first world
     STARTING = "starting"  # a world has formed; not all of its nodes train yet
     TRAINING = "training"  # the workers of all its nodes have begun a step
+    STOPPED = "stopped"  # by `elastic stop`; nodes wait for `elastic resume`
     PAUSED = "paused"  # fewer than the minimum number of nodes
     DOWN = "down"  # a world existed; no node is alive
     SUCCEEDED = "succeeded"
@@ -183,6 +185,7 @@ class JobView:
     leader: Leader | None = None
     progress: JobProgress | None = None
     done: Done | None = None
+    stop: Stop | None = None
     notes: tuple[str, ...] = ()
     is_progress_hidden: bool = False  # reading it is not permitted, or it is of another version
 
@@ -277,6 +280,12 @@ class JobView:
         inside = self.world.node_ids if self.world is not None else ()
         return tuple(node for node in self.nodes if node.node_id not in inside)
 
+    @property
+    def waiting(self) -> tuple[Node, ...]:
+        """The joining nodes, without records that outlive a node that has left."""
+        ended = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
+        return tuple(node for node in self.joining if node.state not in ended)
+
     def heartbeat_of(self, node: Node) -> HeartbeatView:
         """The node's heartbeat and step, as recorded by the leader."""
         return self.heartbeats.get(node.node_id) or HeartbeatView()
@@ -310,6 +319,8 @@ class JobView:
         if self.done is not None:
             is_success = self.done.outcome is Outcome.SUCCESS
             return JobCondition.SUCCEEDED if is_success else JobCondition.FAILED
+        if self.stop is not None and not any(node.running for node in self.nodes):
+            return JobCondition.STOPPED
         if self.world is None:
             return JobCondition.WAITING if self.nodes else JobCondition.ABSENT
         if not self.nodes:
@@ -411,10 +422,12 @@ def read_job(store: Reader, keys: Keys, now_s: float) -> JobView:
     world = _world(store.get(keys.world), notes)
     nodes = _nodes(store, keys, notes)
     done = read(keys.done, lambda e: decode(Done, e.key, e.value))
+    stop = read(keys.stop, lambda e: decode(Stop, e.key, e.value))
     leader = read(keys.leader, lambda e: decode(Leader, e.key, e.value))
     known_notes = len(notes)
     progress = read(keys.progress, lambda e: decode_progress(e.key, e.value))
     assert done is None or isinstance(done, Done)
+    assert stop is None or isinstance(stop, Stop)
     assert leader is None or isinstance(leader, Leader)
     assert progress is None or isinstance(progress, JobProgress)
     return JobView(
@@ -426,6 +439,7 @@ def read_job(store: Reader, keys: Keys, now_s: float) -> JobView:
         leader=leader,
         progress=progress,
         done=done,
+        stop=stop,
         notes=tuple(notes),
         is_progress_hidden=len(notes) > known_notes,
     )
@@ -492,6 +506,7 @@ def table_console() -> Any:
 
 Ago = Callable[[float], str]
 _MAX_NAMES = 3
+_MAX_STOPPED = 10
 
 
 def sentence(view: JobView, ago: Ago | None = None) -> str:
@@ -500,8 +515,24 @@ def sentence(view: JobView, ago: Ago | None = None) -> str:
     ``ago`` formats a wall-clock time; the default is ``12.0 s ago``.
     """
     ago = ago or (lambda time_s: f"{duration(max(0.0, view.at_s - time_s))} ago")
+    if view.state is JobCondition.STOPPED:
+        return _stopped(view, ago)
     parts = [_state(view, ago), *_losses(view, ago), *_late(view), *_joining(view)]
+    if view.stop is not None and view.done is None:
+        parts.insert(0, _stopped(view, ago))
     return "; ".join(parts)
+
+
+def _stopped(view: JobView, ago: Ago) -> str:
+    stop = view.stop
+    assert stop is not None
+    by = f"by {printable(stop.by, 80)} {ago(stop.time_s)}"
+    if view.state is not JobCondition.STOPPED:
+        return f"stopping, {by}"
+    names = [printable(node.name, 60) for node in view.waiting]
+    who = ", ".join(names[:_MAX_STOPPED]) + ", …" * (len(names) > _MAX_STOPPED) or "no node"
+    verb = "wait" if len(names) > 1 else "waits"
+    return f"stopped {by}, `elastic resume` lets it go on; {who} {verb}"
 
 
 def _state(view: JobView, ago: Ago) -> str:

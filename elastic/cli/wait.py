@@ -51,6 +51,16 @@ class WaitCondition:
             )
         return WaitCondition(match[1] or "done", int(match[2] or 0))
 
+    def require_possible(self, view: JobView) -> None:
+        """Raise ConfigError for more nodes than the job can have."""
+        limits = [node.max_nodes for node in view.nodes]
+        most = view.world.max_nodes if view.world is not None else min(limits, default=self.number)
+        if self.kind == "nodes" and self.number > most:
+            raise ConfigError(
+                f"--for=nodes={self.number}: this job has at most {most} nodes",
+                hint=f"give --for=nodes={most} or less; its maximum is that of --nnodes",
+            )
+
     def is_met(self, view: JobView) -> bool:
         """Whether a job that has not ended meets it."""
         if self.kind == "step":
@@ -86,6 +96,7 @@ def wait(
             status = sentence(view)
             if view.done is not None:
                 return _ended(view, view.done, condition)
+            condition.require_possible(view)
             if condition.is_met(view):
                 print(status)
                 return 0

@@ -296,6 +296,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         launch.leaving.install()
         launch.leaving.phase = LauncherPhase.RUNNING
         launch.look_at_workers(torch_agent.supervision())
+        if launch.service.is_stopped:
+            launch.leaving.request()
         if launch.leaving.is_requested:
             launch.leaving.end_if_left()
             return 0

@@ -41,7 +41,7 @@ from elastic.agent.exporters import TorchElasticOrigin, metrics_of, otlp_export_
 from elastic.agent.health import HealthServer
 from elastic.agent.identity import PortReserve, current_process, own_address
 from elastic.agent.memory import host_memory
-from elastic.agent.node import INSTANCE, MEMORY, JobSucceeded, NodeContext, RunSecret
+from elastic.agent.node import INSTANCE, MEMORY, JobFolder, JobSucceeded, NodeContext, RunSecret
 from elastic.agent.reaper import MARK, OrphanReaper, end_strays, kill_marked
 from elastic.agent.service import NodeService
 from elastic.agent.tuning import WorkerTuning
@@ -71,6 +71,15 @@ from elastic.store.etcd import EtcdStore
 from elastic.telemetry.events import HealthServed, WorkerReplaced, WorkersStarting
 from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
+from elastic.telemetry.runs import (
+    LocalRun,
+    RunEntry,
+    after_its_end,
+    chosen_journal,
+    default_journal,
+    journal_beside,
+    while_it_runs,
+)
 from elastic.tuning.intervals import (
     FINISH_WITHOUT_STORE_S,
     PEER_SILENCE,
@@ -528,6 +537,9 @@ class Launch:
         options, keys, store, tls = job.options, job.keys, job.store, job.tls
         self._options = options
         self._launcher = launcher
+        self._journal_folder = _journal_folder(store, keys)
+        # `elastic run` prints them once for all its nodes.
+        self._names_commands = bool(self._journal_folder) and launcher is not Launcher.RUN
         self._signals = signals
         self._runs_function = agent.runs_function
         self._start_method = agent.start_method
@@ -546,13 +558,24 @@ class Launch:
             created.callback(self.ports.close)
             node = replace(node, replica_port=self.ports.replica_port)
             self._journal = Journal(
-                folder=os.environ.get("ELASTIC_JOURNAL"),
+                folder=self._journal_folder,
                 identity={"node": node.name, "node_id": node.node_id},
                 origin=self._origin,
                 role="agent",
                 run_id=keys.run_id,
+                is_bounded=not os.environ.get("ELASTIC_JOURNAL"),
             )
             created.callback(self._journal.close)
+            self._run = RunEntry(
+                LocalRun(
+                    run_id=keys.run_id,
+                    journal=os.path.abspath(self._journal_folder) if self._journal_folder else "",
+                    endpoint=parameters.endpoint,
+                    prefix=options.prefix,
+                    since_s=SYSTEM_CLOCK.wall(),
+                )
+            )
+            created.callback(self._run.close)
             origin = TorchElasticOrigin(
                 run_id=keys.run_id,
                 role=agent.role,
@@ -583,6 +606,7 @@ class Launch:
                 journal=self._journal,
                 tls=tls,
             )
+            context.job_folder.on_known = self._move_journal
             self.service = NodeService(
                 context, last_contact_s=lambda: store.last_contact_s, metrics=metrics
             )
@@ -648,6 +672,8 @@ class Launch:
         _running.append(self)
         self.leaving.install()
         self.service.status.watchdog.heartbeat()
+        if self._names_commands:
+            self._log.info("from another terminal: %s", while_it_runs(keys.run_id))
         self._warn_of_no_restarts(parameters, agent)
 
     # ── workers ──────────────────────────────────────────────────────────────────────────
@@ -671,13 +697,22 @@ class Launch:
         self.service.supervisor.write_link_key()
         self.memory.refresh()  # they may restore from the other nodes' memory
         self._journal.emit(WorkersStarting(), level=logging.DEBUG)
-        variables = {**self._variables, **self._tuned}
+        variables = {**self._variables, **self._tuned, "ELASTIC_JOURNAL": self._journal_folder}
         with _environment, _environment_of(variables):
             self._starting = threading.get_ident()
             try:
                 yield variables
             finally:
                 self._starting = None
+
+    def _move_journal(self, checkpoints: str) -> None:
+        """Continue the journal beside the job's checkpoints. On the node's thread."""
+
+        def moved(folder: str) -> None:
+            self._journal_folder = folder
+            self._run.move(Path(folder))
+
+        self._journal.move(checkpoints, moved)
 
     def workers_start_again(self) -> None:
         """Called before each start of workers; the first one is not a restart."""
@@ -760,6 +795,9 @@ class Launch:
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._restore_signals)
             last_first.callback(remove_origin, self._origin)
+            last_first.callback(self._run.close)
+            if self._names_commands:
+                last_first.callback(self._log.info, "%s", after_its_end(self._run.run_id))
             last_first.callback(self._journal.close)
             last_first.callback(self._bridge.flush)
             last_first.callback(self._end_health)
@@ -815,6 +853,17 @@ class Launch:
                 parameters.min_nodes,
                 parameters.max_nodes,
             )
+
+
+def _journal_folder(store: EtcdStore, keys: Keys) -> str | None:
+    """Where the journals of this run are: in ELASTIC_JOURNAL, else beside its checkpoints, else in
+    the user's state folder. None: nowhere."""
+    if os.environ.get("ELASTIC_JOURNAL"):
+        return chosen_journal()
+    checkpoints = JobFolder.known(store, keys)
+    if checkpoints is not None and os.path.isdir(checkpoints):
+        return str(journal_beside(checkpoints, keys.run_id))
+    return str(default_journal(keys.run_id))
 
 
 def _after_fork_in_child() -> None:

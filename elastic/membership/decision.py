@@ -132,7 +132,9 @@ def find_joining_nodes(
         until = quarantined_until(n.node, view)
         if n.liveness is Liveness.DEAD or not _can_join(n.node, in_process):
             continue
-        if sentence := refusal(n.node, reference):
+        if view.stopped:
+            skipped[n.node.node_id] = f"{n.node.name} waits: {view.stopped}"
+        elif sentence := refusal(n.node, reference):
             skipped[n.node.node_id] = sentence
         elif n.liveness is Liveness.SUSPECT:
             if n.suspect_since_s is not None:  # otherwise it has just arrived, and is being probed

@@ -156,6 +156,10 @@ class Keys:
         return f"{self.root}done"
 
     @property
+    def stop(self) -> str:
+        return f"{self.root}stop"
+
+    @property
     def secret(self) -> str:
         return f"{self.root}secret"
 
@@ -552,6 +556,16 @@ class Done:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Key ``stop``, from `elastic stop` to `elastic resume`: nodes that train save and leave, and
+    others wait."""
+
+    by: str  # user@host
+    time_s: float
+    version: int = RECORD_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
 class Secret:
     """Key ``secret``: the secret that all nodes of this run prove to each other."""
 
@@ -579,6 +593,7 @@ Record = (
     | ReplicaSeats
     | Profile
     | Done
+    | Stop
     | Secret
     | JobFolderRecord
 )

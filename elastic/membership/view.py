@@ -96,6 +96,7 @@ class View:
     nodes: tuple[NodeView, ...]  # every node key, members and others, any order
     missing: tuple[MissingMember, ...]  # nodes tracked by `world` without a node key
     done: Done | None = None
+    stopped: str = ""  # why no node is admitted, for users: `elastic stop`
     quarantined: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
     quarantine_reasons: Mapping[str, str] = field(default_factory=dict)  # node_id -> in words
     failure_reports: tuple[FailureReport, ...] = ()  # of running workers (in-process mode)

@@ -1,7 +1,9 @@
 """The journal: every event as a JSON line in one file per process, and as a log line.
 
-With ``ELASTIC_JOURNAL=folder`` each process appends to ``folder/<node>-<pid>.jsonl``. One line is
-one ``write`` on a file opened for appending. A line truncated by a kill or a full disk is not
+Each process appends to ``folder/<node>-<pid>.jsonl``, in the folder ``ELASTIC_JOURNAL`` or, by
+default, in the user's state folder (:mod:`elastic.telemetry.runs`), from which the files move
+beside the checkpoints as soon as their folder is known. One line is one ``write`` on a file opened
+for appending. A line truncated by a kill or a full disk is not
 valid JSON, and the next one begins on a new line. docs/reference/events.md lists the fields of
 lines; :mod:`elastic.telemetry.reader` reads them back.
 
@@ -12,20 +14,25 @@ removes its oldest file except the first, which has the beginning of the run. Re
 
 from __future__ import annotations
 
+import glob
+import itertools
 import json
 import logging
 import os
+import queue
 import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.telemetry.events import Event, JournalClosed, JournalOpened, WorldEntered
 from elastic.telemetry.log import LogOrigin, get_logger, shorten
+from elastic.telemetry.runs import MAX_NODE_BYTES, is_default, journal_beside, remove_oldest_files
 
 SCHEMA = 1  # of the lines; incremented when a field changes its meaning or is removed
 # Fields of every line in addition to the event's own.
@@ -37,6 +44,9 @@ _LONGEST_TEXT = 16_384  # characters of a value: a traceback of many ranks fits
 _LONGEST_LINE = 262_144
 _LONGEST_LOGGED = 2_000
 _LONGEST_NAME = 80
+# A disk that does not write a line within this hangs: nobody waits for it until it has caught up.
+WRITE_PATIENCE_S = 1.0
+_MAX_QUEUED = 10_000  # lines
 _CAMEL = re.compile(r"(?<!^)(?=[A-Z])")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -77,6 +87,7 @@ class Journal:
 
     ``origin``: the node named in log lines, in a process whose environment does not name it.
     ``role``: the kind of process, as recorded in the file: "agent" or "worker".
+    ``is_bounded``: remove the oldest files of earlier processes of this node beyond a limit.
     """
 
     def __init__(
@@ -89,6 +100,7 @@ class Journal:
         role: str = "process",
         run_id: str | None = None,
         max_bytes: int | None = None,
+        is_bounded: bool = False,
     ) -> None:
         self._identity = dict(identity)
         self._origin = origin
@@ -98,25 +110,71 @@ class Journal:
         self._listeners: list[Callable[[Event], None]] = []
         self._role = role
         self._run_id = run_id
-        self._writer = secrets.token_hex(4)
-        self._seq = 0
+        self._name = secrets.token_hex(4)
+        self._seq = itertools.count()  # of the writer's thread, too
         # Signal handlers and fork: a handler may interrupt a write of its own thread.
         self._lock = threading.RLock()
-        self._file = self._open(folder, max_bytes) if folder else None
+        self._is_bounded = is_bounded
+        # In the state folder, which no user has chosen: it moves, and may be unwritable.
+        self._is_default = bool(folder) and is_default(os.fspath(folder or ""))
+        self._max_bytes = max_bytes
+        self._pid = os.getpid()
+        self._file = self._open(folder) if folder else None
+        self._writer = _Writer() if self._file is not None or self._is_default else None
         if self._file is not None:
             self._write(self._opened())
 
-    def _open(self, folder: str | os.PathLike[str], max_bytes: int | None) -> _RotatingFile | None:
+    def _open(self, folder: str | os.PathLike[str]) -> _RotatingFile | None:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(self._identity.get("node", "process")))
         path = Path(folder) / f"{name[:_LONGEST_NAME]}-{os.getpid()}.jsonl"
-        if max_bytes is None:
-            max_bytes = max_bytes_in(os.environ)
+        if self._max_bytes is None:
+            self._max_bytes = max_bytes_in(os.environ)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return _RotatingFile(path, max_bytes // _FILES)
+            if self._is_bounded:
+                earlier = path.parent.glob(f"{glob.escape(name[:_LONGEST_NAME])}-*.jsonl")
+                remove_oldest_files(earlier, MAX_NODE_BYTES)
+            return _RotatingFile(path, self._max_bytes // _FILES)
         except OSError as error:
-            self._log.warning("no journal: %s cannot be written (%s)", path, error)
+            level = logging.DEBUG if self._is_default else logging.WARNING
+            self._log.log(level, "no journal: %s cannot be written (%s)", path, error)
             return None
+
+    @property
+    def folder(self) -> str:
+        """Where the file is; "" without one."""
+        return str(self._file.path.parent) if self._file is not None else ""
+
+    def move(self, checkpoints: str, on_moved: Callable[[str], object]) -> None:
+        """Continue beside the checkpoints in this folder, if no user has chosen the journal's
+        folder, and call ``on_moved`` with the new one. Otherwise it stays where it is."""
+        writer = self._writer
+        if writer is not None and self._is_default and self._run_id:
+            writer.run(partial(self._move, checkpoints, on_moved))
+
+    def _move(self, checkpoints: str, on_moved: Callable[[str], object]) -> None:
+        """On the writer's thread."""
+        if not self._is_default or not os.path.isdir(checkpoints):
+            return
+        assert self._run_id is not None
+        old, new = self._file, self._open(journal_beside(checkpoints, self._run_id))
+        if new is None:
+            return
+        try:
+            if old is None:
+                new.append(self._line(self._opened()))
+            for part in old.paths() if old is not None else ():
+                new.append(part.read_bytes())
+        except OSError as error:  # such as a full disk: the old file has everything
+            self._log.debug("journal: stays in %s: %s", self.folder, error)
+            new.close()
+            return
+        self._file, self._is_default = new, False
+        if old is not None:
+            old.close()
+            for part in old.paths():
+                part.unlink(missing_ok=True)
+        on_moved(self.folder)
 
     def _opened(self) -> JournalOpened:
         return JournalOpened(
@@ -159,19 +217,21 @@ class Journal:
             self._log.warning("journal: a listener failed on %s: %r", kebab_name(event), error)
 
     def _write(self, event: Event) -> None:
-        file = self._file
-        if file is None or file.pid != os.getpid():
+        if self._writer is None or self._pid != os.getpid():
             return  # in a forked child the file is its parent's
         with self._lock:
-            if not file.is_closed:
-                self._append(file, event)
+            self._writer.run(partial(self._append, self._line(event)))
 
-    def _append(self, file: _RotatingFile, event: Event) -> None:
+    def _append(self, line: bytes) -> None:
+        """On the writer's thread."""
+        file = self._file
+        if file is None:
+            return
         try:
             if file.is_full:
                 file.rotate()
                 file.append(self._line(self._opened()))
-            file.append(self._line(event))
+            file.append(line)
         except OSError as error:
             if file.is_unreported(error):
                 self._log.warning(
@@ -179,13 +239,12 @@ class Journal:
                 )
 
     def _line(self, event: Event) -> bytes:
-        number, self._seq = self._seq, self._seq + 1
         envelope = {
             "event": kebab_name(event),
-            "seq": number,
+            "seq": next(self._seq),
             "time": self._clock.wall(),
             "monotonic": self._clock.monotonic(),
-            "writer": self._writer,
+            "writer": self._name,
             **self._identity,
             **{k: v for k, v in self._where().items() if v is not None},
         }
@@ -206,12 +265,57 @@ class Journal:
 
     def close(self) -> None:
         """Close the file. Later events only reach the log."""
-        if self._file is not None:
-            self._write(JournalClosed())
+        if self._writer is None or self._pid != os.getpid():
+            return
+        self._write(JournalClosed())
         with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                file.close()
+            writer, self._writer = self._writer, None
+        writer.run(self._close)
+        writer.close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+class _Writer:
+    """A thread that touches the file. A file system may hang, and telemetry must not stop training,
+    nor an agent's thread that the others wait for: a caller waits until its line is written, but
+    not while the disk hangs."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], object], threading.Event]]
+        self._queue = queue.SimpleQueue()
+        self._hangs = False
+        self._thread = threading.Thread(target=self._run, name="elastic-journal", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Have the thread do ``work``, and wait for it unless the disk hangs."""
+        if self._queue.qsize() >= _MAX_QUEUED:
+            return
+        done = threading.Event()
+        self._queue.put((work, done))
+        if not self._hangs:
+            self._hangs = not done.wait(WRITE_PATIENCE_S)
+
+    def close(self) -> None:
+        """End the thread after what it has been given."""
+        done = threading.Event()
+        self._queue.put((_END, done))
+
+    def _run(self) -> None:
+        while (item := self._queue.get())[0] is not _END:
+            work, done = item
+            work()
+            done.set()
+            if self._queue.empty():
+                self._hangs = False
+
+
+def _END() -> None:
+    """Ends a writer's thread."""
 
 
 class _RotatingFile:
@@ -219,7 +323,6 @@ class _RotatingFile:
 
     def __init__(self, path: Path, part_bytes: int) -> None:
         self.path = path
-        self.pid = os.getpid()
         self._part_bytes = max(part_bytes, 4096)
         self._reported: set[int | None] = set()
         self._is_torn = False
@@ -249,6 +352,10 @@ class _RotatingFile:
 
     def _part(self, number: int) -> Path:
         return self.path.with_suffix(f".{number}.jsonl")
+
+    def paths(self) -> list[Path]:
+        """All parts, oldest first."""
+        return [*map(self._part, sorted(self._parts())), self.path]
 
     def _parts(self) -> list[int]:
         rest = re.compile(re.escape(self.path.stem) + r"\.(\d+)\.jsonl")

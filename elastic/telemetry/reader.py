@@ -27,6 +27,7 @@ ENTERED_TOGETHER_S = 20.0
 ENDED_TOGETHER_S = 20.0
 # A node whose journal ends this long before the run, without a last event, is named in a note.
 SILENT_NODE_S = 10.0
+_MAX_MISSING = 20  # nodes in a note
 
 # ----------------------------------------------------------------------------
 # Reads journals: every readable line, and a note on each unreadable one.
@@ -432,7 +433,28 @@ def run_of(journal: MergedJournal, run_id: str | None = None) -> RunJournal:
         others = ", ".join(known[:-1][:5])
         notes.append(f"the folder holds {len(known)} runs: this is {chosen}; others: {others}")
     writers = tuple(w for w in journal.writers if w.run_id == chosen or w.run_id in UNNAMED_RUNS)
+    notes += _missing_nodes(writers)
     return RunJournal(chosen, writers, tuple(notes))
+
+
+def _missing_nodes(writers: Iterable[JournalWriter]) -> list[str]:
+    """A note on nodes of the run's worlds whose journals are elsewhere."""
+    present, members = set[str](), set[str]()
+    for writer in writers:
+        present.add(writer.node)
+        for record in writer.records:
+            if record.name == "world-formed" and isinstance(record.data.get("nodes"), list):
+                members.update(n for n in record.data["nodes"] if isinstance(n, str))
+    missing = sorted(members - present)
+    if not missing:
+        return []
+    shown = ", ".join(missing[:_MAX_MISSING])
+    more = f" and {len(missing) - _MAX_MISSING} more" if len(missing) > _MAX_MISSING else ""
+    nodes_are = "node" if len(missing) == 1 else "nodes"
+    return [
+        f"incomplete: {nodes_are} {shown}{more} missing: their journals are in other folders, such "
+        "as those of their machines; copy them into this one"
+    ]
 
 
 def merge(records: Iterable[JournalRecord], notes: Sequence[str] = ()) -> MergedJournal:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -37,6 +38,7 @@ from elastic.telemetry.events import CheckpointSkipped, RunClosed
 from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
+from elastic.telemetry.runs import chosen_journal
 from elastic.torch_private import not_compiled_methods
 from elastic.train import loop as loops
 from elastic.train import rebuilding
@@ -507,9 +509,10 @@ def assemble(
     ledger: Ledger,
     journal: EventSink,
     worlds: Worlds | None = None,
+    on_job_folder: Callable[[str], object] = lambda folder: None,
 ) -> Components:
     """Assemble the components of one process. ``worlds``: the link to its agent; by default the one
-    in ``ELASTIC_LINK``, or none.
+    in ``ELASTIC_LINK``, or none. ``on_job_folder`` is called with the job's checkpoint folder.
 
     Raises LinkError if the agent does not answer.
     """
@@ -552,7 +555,7 @@ def assemble(
     failure = FailureHook(journal, session.position)
     in_process = None
     if worlds is not None:
-        checkpoints.locate(worlds.job_folder)
+        checkpoints.locate(partial(_job_folder, worlds, on_job_folder))
         checkpoints.fence(is_superseded=worlds.is_superseded, is_permitted=worlds.is_permitted)
         worlds.max_ranks = registry.max_ranks
         worlds.on_heartbeat = early_leave.on_heartbeat
@@ -629,10 +632,26 @@ def _connect(
     return worlds
 
 
+def _job_folder(worlds: Worlds, on_known: Callable[[str], object], own: str) -> str:
+    folder = worlds.job_folder(own)
+    on_known(folder)
+    return folder
+
+
+def _move_journal(journal: Journal, checkpoints: str) -> None:
+    """Continue the journal beside the job's checkpoints, and write profiles there."""
+
+    def moved(folder: str) -> None:
+        os.environ["ELASTIC_JOURNAL"] = folder
+
+    journal.move(checkpoints, moved)
+
+
 def journal_of_environment() -> Journal:
-    """The journal in the folder ``ELASTIC_JOURNAL``; without the variable it writes no file."""
+    """The journal in the folder ``ELASTIC_JOURNAL``, which the agent sets; without the variable it
+    writes no file."""
     return Journal(
-        folder=os.environ.get("ELASTIC_JOURNAL"),
+        folder=chosen_journal(),
         identity={
             "node": node_name(),
             "rank": int(os.environ.get("RANK", "0")),
@@ -674,6 +693,7 @@ def start_components(
         ledger=Ledger.from_environment(),
         journal=journal,
         worlds=worlds,
+        on_job_folder=partial(_move_journal, own) if own is not None else lambda folder: None,
     )
     if own is not None:
         own.locate(components.session.position)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic.cli import run as processes
+from elastic.telemetry.reader import read_folder
 from elastic.testing.forks.program import run_program, start_python
 
 pytestmark = pytest.mark.cluster
@@ -149,7 +150,7 @@ def test_two_local_nodes_train_together_and_finish_the_job(folder: Path) -> None
     done = subprocess.run(
         command("--nodes-local=2", "--nnodes=2", "--embedded-etcd", "meet.py"),
         cwd=folder,
-        env=environment(),
+        env={**environment(), "XDG_STATE_HOME": str(folder / "state")},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -162,6 +163,14 @@ def test_two_local_nodes_train_together_and_finish_the_job(folder: Path) -> None
         "[local-1] met [0, 1] on local-1",
     ]
     assert "--rdzv-id=" in done.stderr
+    (run_folder,) = (folder / "state" / "elastic").iterdir()
+    assert f"from another terminal: elastic status {run_folder.name}" in done.stderr
+    assert done.stderr.endswith(
+        f"elastic: done; what happened: elastic events {run_folder.name}; where the time went: "
+        f"elastic report {run_folder.name}\n"
+    )
+    names = {record.name for record in read_folder(run_folder / "journal")[0]}
+    assert {"world-formed", "job-ended"} <= names, "recorded without ELASTIC_JOURNAL"
 
 
 @pytest.mark.parametrize("more", [[], ["--virtual-local-rank"]], ids=["", "virtual"])

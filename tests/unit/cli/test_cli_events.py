@@ -76,9 +76,10 @@ def test_since_takes_a_time_and_an_age(folder: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "neither FOLDER nor ELASTIC_JOURNAL"),
+        ((), "neither RUN nor ELASTIC_JOURNAL is given, and no job has run on this machine"),
         (("/nowhere",), "there is no folder /nowhere"),
         ((".", "--since=yesterday"), "neither an age nor a time"),
+        ((".", "--event=world-formd"), "there is no such event, did you mean 'world-formed'?"),
     ],
 )
 def test_usage_errors_are_explained(
@@ -104,6 +105,14 @@ def test_hostile_texts_are_escaped_and_shortened(
     assert r"\x1b]0;title\x07\u202e" in lines[1]
     assert "(1000000 characters)" in lines[1] or "characters)" in lines[1]
     assert all(c.isprintable() or c == "\n" for c in err)
+
+
+def test_a_node_without_events_shows_those_that_have_some(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["events", str(folder), "--node=node-c"]) == 2
+    assert "there are no events of node node-c" in (error := capsys.readouterr().err)
+    assert "the nodes are node-a, node-b" in error
 
 
 def test_damage_is_reported_on_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

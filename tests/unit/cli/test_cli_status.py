@@ -143,7 +143,7 @@ def cli(job: Job, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """``elastic ARGV`` on that store."""
 
     @contextmanager
-    def opened(args: object) -> Iterator[MemoryStore]:
+    def opened(args: object, **_: object) -> Iterator[MemoryStore]:
         yield job.store
 
     for module in ("status", "describe", "wait", "jobs"):
@@ -689,7 +689,14 @@ def test_the_incidents_of_a_failed_job_are_described(
 
 @pytest.mark.parametrize(
     ("condition", "code"),
-    [("step=52", 0), ("nodes=3", 0), ("step=53", 124), ("nodes=4", 124), ("done", 124)],
+    [
+        ("step=52", 0),
+        ("nodes=3", 0),
+        ("step=53", 124),
+        ("nodes=4", 124),
+        ("nodes=5", 2),
+        ("done", 124),
+    ],
 )
 def test_wait_on_a_training_job(
     training: Job, cli: Callable[..., int], condition: str, code: int

@@ -875,3 +875,25 @@ def test_a_job_may_start_over_only_if_the_nodes_that_were_to_leave_have_left() -
     died = missing("n2", proved_dead=True)
     restarted = proposal(view(empty, left[0], *waiting, gone=[died]))
     assert world_of(restarted, empty, nonce="1", time_s=0.0).committed_step == 40
+
+
+# ── `elastic stop` ───────────────────────────────────────────────────────────────────────────
+
+STOPPED = "the job was stopped by a@b"
+
+
+@pytest.mark.parametrize("before", [None, world(), world("n1", "n2")], ids=["new", "left", "runs"])
+def test_a_stopped_job_admits_no_node_and_says_why(before: WorldRecord | None) -> None:
+    members = [runs(m.name) for m in before.members] if before is not None else []
+    v = replace(view(before, *members, arrived("n3"), arrived("n4")), stopped=STOPPED)
+    assert STOPPED in wait(v).reason
+    if before is not None:
+        why = {"id-n3": f"n3 waits: {STOPPED}", "id-n4": f"n4 waits: {STOPPED}"}
+        assert waiting_nodes(v, NOW, POLICY) == why
+    assert {"n3", "n4"} <= set(named(proposal(replace(v, stopped=""))))
+
+
+def test_nodes_leave_a_stopped_job_as_any_other() -> None:
+    v = view(world("n1", "n2", "n3"), runs("n1"), runs("n2"), in_state("n3", NodeState.LEAVING))
+    stopped = replace(v, stopped=STOPPED)
+    assert proposal(stopped) == proposal(v)

@@ -17,9 +17,11 @@ from kit.manual_clock import ManualClock
 
 from elastic.telemetry import events
 from elastic.telemetry.events import Event, FailureJudged, JournalOpened, Waiting, WorkerStuck
-from elastic.telemetry.journal import SCHEMA, Journal
+from elastic.telemetry.journal import SCHEMA, Journal, _RotatingFile
 from elastic.telemetry.log import LOGGER_NAME, LogOrigin, UtcFormatter
 from elastic.telemetry.reader import read_folder
+from elastic.telemetry.runs import default_journal, journal_beside
+from elastic.testing.waiting import eventually
 
 
 @pytest.fixture
@@ -282,3 +284,87 @@ def test_log_lines_escape_and_shorten_a_hostile_node_name(
     assert line.startswith(r"INFO [evil\x1b[2J\nxxx") and line.endswith("] said")
     assert line.isprintable() and len(line) < 200
     assert (" g7]" in line) == is_agent
+
+
+# The default folder -------------------------------------------------------------------------------
+
+
+def by_default(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Journal:
+    """A journal in the user's state folder, with one event."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    journal = journal_in(default_journal("llama"), run_id="llama")
+    journal.emit(Waiting(reason="early"))
+    return journal
+
+
+def test_a_default_journal_continues_beside_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = by_default(monkeypatch, tmp_path)
+    (checkpoints := tmp_path / "ckpt").mkdir()
+    moved: list[str] = []
+    for _ in range(2):
+        journal.move(str(checkpoints), moved.append)
+    assert moved == [str(journal_beside(checkpoints, "llama"))]
+    journal.emit(Waiting(reason="late"))
+    journal.close()
+    lines = lines_of(journal_beside(checkpoints, "llama"))
+    assert [line["seq"] for line in lines] == [0, 1, 2, 3]
+    assert [line.get("reason") for line in lines] == [None, "early", "late", None]
+    assert list(default_journal("llama").iterdir()) == []
+
+
+def test_a_journal_stays_where_it_is_if_a_user_chose_the_folder_or_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoints := tmp_path / "ckpt").mkdir()
+    chosen = journal_in(tmp_path / "chosen", run_id="llama")
+    chosen.move(str(checkpoints), pytest.fail)
+    default = by_default(monkeypatch, tmp_path)
+    default.move("s3://bucket/ckpt", pytest.fail)
+
+    def full(self: object, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("elastic.telemetry.journal._RotatingFile.append", full)
+        default.move(str(checkpoints), pytest.fail)
+    default.emit(Waiting(reason="late"))
+    reasons = [line.get("reason") for line in lines_of(default_journal("llama"))]
+    assert reasons == [None, "early", "late"]
+
+
+def test_a_journal_without_a_writable_home_begins_beside_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    journal = journal_in(default_journal("llama"), run_id="llama")
+    journal.emit(Waiting(reason="lost"))
+    assert journal.folder == "" and warnings == []
+    journal.move(str(tmp_path), lambda folder: None)
+    journal.emit(Waiting(reason="kept"))
+    assert [line["event"] for line in lines_of(Path(journal.folder))] == [
+        "journal-opened",
+        "waiting",
+    ]
+
+
+def test_a_hung_disk_delays_one_line_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent's thread that waited for it would be taken for dead by the other nodes."""
+    monkeypatch.setattr("elastic.telemetry.journal.WRITE_PATIENCE_S", 0.05)
+    journal = journal_in(tmp_path)
+    disk_is_back, append = threading.Event(), _RotatingFile.append
+
+    def hang(self: _RotatingFile, line: bytes) -> None:
+        disk_is_back.wait()
+        append(self, line)
+
+    monkeypatch.setattr(_RotatingFile, "append", hang)
+    for number in range(100):
+        journal.emit(Waiting(reason=f"line {number}"))
+    assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened"]
+    disk_is_back.set()
+    eventually(lambda: len(lines_of(tmp_path)) == 101)
+    assert [line["seq"] for line in lines_of(tmp_path)] == list(range(101))
