@@ -379,9 +379,9 @@ class SmallJob:
 
 
 def main() -> None:
-    """Serve orders until stdin ends."""
+    """Serve orders until stdin ends. Arguments: further modules to import."""
     torch.set_num_threads(1)
-    for name in _WARM:
+    for name in (*_WARM, *sys.argv[1:]):
         importlib.import_module(name)
     for name in _WARM_IF_PRESENT:
         with contextlib.suppress(ImportError):

@@ -107,16 +107,21 @@ class SmallWorld:
     """The host process, forked from the tests' shared server: importing torch takes seconds.
 
     ``prepare`` names a function without arguments that each worker calls before its script, as
-    ``"package.module:function"``: to choose a device or a backend, for example. ``start``: how to
-    start the host, as by subprocess.Popen.
+    ``"package.module:function"``: to choose a device or a backend, for example. ``imports``:
+    modules that the host imports for all of its workers. ``start``: how to start the host, as by
+    subprocess.Popen.
     """
 
     def __init__(
-        self, *, prepare: str = "", start: Callable[..., subprocess.Popen[Any]] = start_python
+        self,
+        *,
+        prepare: str = "",
+        imports: Sequence[str] = (),
+        start: Callable[..., subprocess.Popen[Any]] = start_python,
     ) -> None:
         self._prepare = prepare
         self._host = start(
-            [sys.executable, "-m", "elastic.testing.small_world.host"],
+            [sys.executable, "-m", "elastic.testing.small_world.host", *imports],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
