@@ -1,0 +1,310 @@
+"""Hugging Face Accelerate with recovery in process ::
+
+    -from accelerate import Accelerator
+    +import elastic
+    +from elastic.integrations.accelerate import ElasticAccelerator as Accelerator
+
+    +run = elastic.join(checkpoints="/mnt/shared/job")
+     accelerator = Accelerator(gradient_accumulation_steps=2)
+     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    +def train():
+    -    for epoch in range(3):
+    +    for epoch in run.epochs(3):
+             for batch in loader:
+                 with accelerator.accumulate(model):
+                     …
+
+    +run.retry(train)
+
+What a script prepares is what a job consists of: models are wrapped by ``run.wrap``; optimizers,
+schedulers, the scaler and the objects of ``register_for_checkpointing`` are tracked; a loader is
+divided by ``run.loader`` in training, and by Accelerate in evaluation. Sizes that Accelerate
+derives from the number of processes, the global batch and the pace of schedulers, are those of the
+largest world in every world.
+
+Private names of Accelerate are used in this file only; :func:`_check_version` reads them once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+import elastic
+from elastic.errors import ConfigError, TrainingError
+from elastic.integrations.prepared import PreparedLoader, is_training
+
+try:
+    import accelerate
+    from accelerate import Accelerator
+    from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType, send_to_device
+except ImportError as absent:
+    raise ConfigError(
+        f"elastic.integrations.accelerate needs Accelerate: {absent}",
+        hint="pip install 'torch-elastic-harness[accelerate]'",
+    ) from absent
+
+if TYPE_CHECKING:
+    from elastic.groups.world import World
+    from elastic.train.run import Run
+
+__all__ = ["ElasticAccelerator"]
+
+_PROCESSES = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_NPU,
+}
+
+
+def _check_version() -> None:
+    """Raise ConfigError if this version of Accelerate lacks a name that is used here."""
+    used = {
+        PartialState: ("_shared_state",),
+        AcceleratorState: ("_shared_state",),
+        GradientState: ("_add_dataloader", "_remove_dataloader", "_set_sync_gradients"),
+        Accelerator: ("prepare_model", "prepare_optimizer", "prepare_scheduler", "init_trackers"),
+    }
+    missing = [f"{c.__name__}.{n}" for c, names in used.items() for n in names if not hasattr(c, n)]
+    if missing:
+        raise ConfigError(
+            f"Accelerate {accelerate.__version__} has no {', '.join(missing)}",
+            hint="install a version that docs/how-to/accelerate.md names, or use plain "
+            "Accelerator, which recovers by a restart",
+        )
+
+
+_check_version()
+
+
+def _set_processes(**values: int) -> None:
+    for state in (PartialState, AcceleratorState):
+        if state._shared_state:
+            state._shared_state.update(values)
+
+
+class _Scheduler(AcceleratedScheduler):
+    """Accelerate steps a schedule once for each process in an update. Here that number is constant:
+    the largest world's."""
+
+    def __init__(self, prepared: AcceleratedScheduler, processes: int) -> None:
+        super().__init__(
+            prepared.scheduler,
+            prepared.optimizers,
+            step_with_optimizer=prepared.step_with_optimizer,
+            split_batches=prepared.split_batches,
+        )
+        self._processes = processes
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        current = AcceleratorState().num_processes
+        _set_processes(num_processes=self._processes)
+        try:
+            super().step(*args, **kwargs)
+        finally:
+            _set_processes(num_processes=current)
+
+
+class _Loader(PreparedLoader):
+    """In evaluation as Accelerate divides it, so that ``gather_for_metrics`` knows the padding."""
+
+    _is_accelerate_prepared = True
+
+    def __init__(self, accelerator: ElasticAccelerator, given: DataLoader[Any]) -> None:
+        self._accelerator = accelerator
+        self.end_of_dataloader, self.remainder = False, -1
+        super().__init__(accelerator.run, given, self._divide)
+
+    def _divide(self) -> elastic.ElasticLoader:
+        a, given, order = self._accelerator, self._given, None
+        if a.dispatch_batches:
+            raise ConfigError(
+                "dispatch_batches=True reads all data on one process, and its place in it is lost "
+                "when that process dies",
+                hint="DataLoaderConfiguration(dispatch_batches=False)",
+            )
+        if a.use_seedable_sampler and isinstance(given.sampler, RandomSampler):
+            seed = a.dataloader_config.data_seed
+            order = functools.partial(_seedable_order, given.sampler, seed)
+        size = getattr(given, "batch_size", None)
+        if size is not None:
+            size *= 1 if a.split_batches else a.run.largest_world
+        return a.run.loader(given, global_batch=size, order=order)
+
+    def trains(self) -> bool:
+        return is_training(self._accelerator._models)
+
+    def training(self) -> Iterator[Any]:
+        loader, gradients = self.job_loader, self._accelerator.gradient_state
+        self.end_of_dataloader = False
+        gradients._add_dataloader(self)
+        last = len(loader) - 1
+        try:
+            for index, batch in enumerate(loader, start=loader.index):
+                self.end_of_dataloader = index == last  # without reading one batch ahead
+                yield self.to_device(batch)
+        finally:
+            gradients._remove_dataloader(self)
+
+    def to_device(self, batch: Any) -> Any:
+        return send_to_device(batch, self._accelerator.device)
+
+    def evaluation(self) -> Any:
+        a = self._accelerator
+        return prepare_data_loader(
+            self._given,
+            a.device,
+            num_processes=a.num_processes,
+            process_index=a.process_index,
+            put_on_device=a.device_placement,
+            split_batches=a.split_batches,
+            even_batches=a.even_batches,
+        )
+
+
+def _seedable_order(sampler: RandomSampler, seed: int | None, epoch: int) -> list[int]:
+    """What SeedableRandomSampler draws in ``epoch``."""
+    seedable = SeedableRandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=torch.Generator(),
+        data_seed=seed,
+    )
+    seedable.set_epoch(epoch)
+    return list(seedable)
+
+
+class ElasticAccelerator(Accelerator):
+    """An ``Accelerator`` whose processes are those of the current world.
+
+    ``run``: what ``elastic.join()`` has returned; without one, it joins with the defaults. All
+    other arguments are those of ``Accelerator``.
+
+    Raises ConfigError for a kind of training whose state is not whole on each rank (FSDP,
+    DeepSpeed, Megatron, TPUs).
+    """
+
+    def __init__(self, *args: Any, run: Run | None = None, **kwargs: Any) -> None:
+        self.run = elastic.join() if run is None else run
+        self._begin_trackers: Callable[[], None] | None = None
+        if self.run.device.type == "cpu":
+            kwargs.setdefault("cpu", True)  # or Accelerate would take each process for a job
+        super().__init__(*args, **kwargs)
+        if self.distributed_type not in _PROCESSES:
+            raise ConfigError(
+                f"{self.distributed_type} does not recover in process under Accelerate",
+                hint="use plain Accelerator, which recovers by a restart, or run.build with FSDP2: "
+                "docs/how-to/sharded.md",
+            )
+        self.run.on_world(self._enter_world)
+
+    def _enter_world(self, world: World) -> None:
+        _set_processes(num_processes=world.size, process_index=world.rank)
+        self.step = 0  # groups of accumulated batches are repeated from their first one
+        self.gradient_state._set_sync_gradients(True)
+        self._start_trackers()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """``run.epochs(count)``."""
+        return self.run.epochs(count)
+
+    def retry(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``run.retry(fn, …)``."""
+        return self.run.retry(fn, *args, **kwargs)
+
+    # -- what is prepared ---------------------------------------------------------------------
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)  # no DDP
+        if evaluation_mode or not any(p.requires_grad for p in prepared.parameters()):
+            return prepared
+        options = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
+        if hooks := sorted(name for name in options if name.startswith("comm_")):
+            raise ConfigError(
+                f"DistributedDataParallelKwargs sets {', '.join(hooks)}: gradients are weighted by "
+                "a hook of the job's own",
+                hint="omit it; mixed precision halves what is reduced",
+            )
+        self._models[-1] = wrapped = self.run.wrap(prepared, **options)
+        return wrapped
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            if self.scaler is not None and not self._optimizers:
+                self.run.track(scaler=self.scaler)
+            named: dict[str, Any] = {f"optimizer{len(self._optimizers)}": optimizer}
+            self.run.track(**named)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        if getattr(scheduler, "_is_accelerate_prepared", False):
+            return super().prepare_scheduler(scheduler)
+        self.run.track(**{f"scheduler{len(self._schedulers)}": scheduler})
+        prepared = _Scheduler(super().prepare_scheduler(scheduler), self.run.largest_world)
+        self._schedulers[-1] = prepared
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        if isinstance(data_loader, _Loader):
+            return data_loader
+        prepared = _Loader(self, data_loader)
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """What the script saves with ``save_state`` is state of the job, too."""
+        super().register_for_checkpointing(*objects)
+        first = len(self._custom_objects) - len(objects)
+        self.run.track(**{f"custom{first + i}": each for i, each in enumerate(objects)})
+
+    # -- in the loop ----------------------------------------------------------------------------
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        if not isinstance(dataloader, _Loader) or not num_batches:
+            return super().skip_first_batches(dataloader, num_batches)
+        raise TrainingError(
+            f"skip_first_batches(…, {num_batches}) would skip them twice: a loop over this loader "
+            "begins at the job's position",
+            hint="delete this call, and load_state() with it",
+        )
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """As in Accelerate; a process that becomes the main one later begins them then."""
+        self._begin_trackers = functools.partial(
+            super().init_trackers, project_name, config, init_kwargs or {}
+        )
+        self._start_trackers()
+
+    def _start_trackers(self) -> None:
+        if self._begin_trackers is not None and self.is_main_process:
+            begin, self._begin_trackers = self._begin_trackers, None
+            begin()

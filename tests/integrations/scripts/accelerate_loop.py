@@ -1,0 +1,104 @@
+"""A loop with Accelerate: accelerate_loop.py plain|elastic ACCUMULATION WORKERS SPLIT"""
+
+import json
+import os
+import sys
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import GradientAccumulationPlugin
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+from elastic.integrations.accelerate import ElasticAccelerator
+
+kind, accumulation, workers, split = sys.argv[1], *map(int, sys.argv[2:5])
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+inputs = torch.randn(96, 4)
+targets = inputs.sin().sum(1, keepdim=True)
+data = TensorDataset(inputs, targets)
+options = {
+    "dataloader_config": DataLoaderConfiguration(
+        use_seedable_sampler=True, data_seed=7, split_batches=bool(split)
+    ),
+    "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=accumulation),
+    "cpu": True,
+}
+if kind == "plain":
+    accelerator = Accelerator(**options)
+else:
+    run = elastic.join(checkpoints=os.environ.get("FOLDER"))
+    accelerator = ElasticAccelerator(run=run, **options)
+
+
+class Best:
+    """A counter of the script's own."""
+
+    def __init__(self) -> None:
+        self.loss, self.epoch = float("inf"), -1
+
+    def state_dict(self):
+        return {"loss": self.loss, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.loss, self.epoch = state["loss"], state["epoch"]
+
+
+model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+size = 12 if split else 4
+train_loader = DataLoader(data, batch_size=size, shuffle=True, num_workers=workers)
+eval_loader = DataLoader(TensorDataset(inputs[:50], targets[:50]), batch_size=size)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(
+    optimizer, max_lr=0.05, total_steps=24 if split else 72
+)
+best = Best()
+model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
+    model, optimizer, train_loader, eval_loader, scheduler
+)
+accelerator.register_for_checkpointing(best)
+
+
+def evaluate() -> float:
+    model.eval()
+    total = torch.zeros(())
+    samples = 0
+    for x, y in eval_loader:
+        with torch.no_grad():
+            predictions = model(x)
+        predictions, y = accelerator.gather_for_metrics((predictions, y))
+        total += ((predictions - y) ** 2).sum()
+        samples += len(y)
+    assert samples == 50, samples
+    return float(total) / samples
+
+
+def train() -> None:
+    for epoch in range(3) if kind == "plain" else run.epochs(3):
+        model.train()
+        for x, y in train_loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        loss = evaluate()
+        if loss < best.loss:
+            best.loss, best.epoch = loss, epoch
+
+
+if kind == "plain":
+    train()
+else:
+    run.retry(train)
+accelerator.wait_for_everyone()
+result = dict(accelerator.unwrap_model(model).state_dict())
+result["best"] = torch.tensor([best.loss, float(best.epoch)])
+result["rate"] = torch.tensor(scheduler.get_last_lr())
+if kind == "plain":
+    print(json.dumps({name: value.tolist() for name, value in result.items()}))

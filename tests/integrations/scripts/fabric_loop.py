@@ -1,0 +1,81 @@
+"""A loop with Fabric: fabric_loop.py plain|elastic ACCUMULATION WORKERS"""
+
+import json
+import os
+import sys
+
+import torch
+from lightning import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+from elastic.integrations.fabric import ElasticFabric
+
+kind, accumulation, workers = sys.argv[1], *map(int, sys.argv[2:4])
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+inputs = torch.randn(96, 4)
+targets = inputs.sin().sum(1, keepdim=True)
+data = TensorDataset(inputs, targets)
+
+
+if kind == "plain":
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
+    )
+else:
+    run = elastic.join(checkpoints=os.environ.get("FOLDER"))
+    fabric = ElasticFabric(run=run)
+fabric.launch()
+model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
+model, optimizer, scheduler = fabric.setup(model, optimizer, scheduler=scheduler)
+train_loader, eval_loader = fabric.setup_dataloaders(
+    DataLoader(data, batch_size=4, shuffle=True, num_workers=workers),
+    DataLoader(TensorDataset(inputs[:48], targets[:48]), batch_size=4),
+)
+
+
+def evaluate() -> float:
+    model.eval()
+    total = torch.zeros(())
+    with torch.no_grad():
+        for x, y in eval_loader:
+            total += ((model(x) - y) ** 2).sum()
+    return float(fabric.all_reduce(total, reduce_op="sum")) / 48
+
+
+def train() -> None:
+    for _ in range(3) if kind == "plain" else run.epochs(3):
+        model.train()
+        for index, (x, y) in enumerate(
+            train_loader, start=0 if kind == "plain" else train_loader.job_loader.index
+        ):
+            is_accumulating = (index + 1) % accumulation != 0
+            with fabric.no_backward_sync(model, enabled=is_accumulating):
+                fabric.backward(nn.functional.mse_loss(model(x), y) / accumulation)
+            if not is_accumulating:
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+        losses.append(evaluate())
+
+
+losses: list[float] = []
+if kind == "plain":
+    train()
+else:
+    run.retry(train)
+result = dict(model.module.state_dict())
+result["loss"] = torch.tensor(losses[-1])
+result["rate"] = torch.tensor(scheduler.get_last_lr())
+if kind == "plain":
+    print(json.dumps({name: value.tolist() for name, value in result.items()}))

@@ -1,0 +1,109 @@
+"""Loops with Accelerate and with Fabric: equal to the plain framework on the largest world."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.testing.small_world.world import Death, RunOutcome, SmallWorld
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SIZE = 3
+EQUAL = 1e-12
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[SmallWorld]:
+    with SmallWorld(imports=["accelerate", "lightning.fabric"]) as made:
+        yield made
+
+
+@functools.cache
+def plain(script: str, *options: str) -> dict[str, torch.Tensor]:
+    """The result of the plain framework with three undisturbed ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPTS / script), "plain", *options],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "GROUP_RANK": str(rank),
+                "WORLD_SIZE": str(SIZE),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * SIZE
+    return {
+        n: torch.tensor(v, dtype=torch.float64)
+        for n, v in json.loads(said[0].splitlines()[-1]).items()
+    }
+
+
+def elastic_run(
+    world: SmallWorld, folder: Path, script: str, *options: str, **how: Any
+) -> RunOutcome:
+    arguments = ["elastic", *options]
+    return world.run(SCRIPTS / script, folder, size=SIZE, arguments=arguments, limit_s=240.0, **how)
+
+
+def assert_as_plain(outcome: RunOutcome, case: tuple[str, ...], *, workers: int) -> None:
+    outcome.assert_success(workers=workers)
+    expected = plain(*case)
+    for survivor in outcome.survivors:
+        assert survivor.result.keys() == expected.keys()
+        for name, value in expected.items():
+            difference = (survivor.result[name].double() - value).abs().max().item()
+            assert difference < EQUAL, (survivor.name, name, difference, outcome.died_at)
+
+
+# Of Accelerate: accumulated batches, data workers, split_batches. Of Fabric: the first two.
+ACCELERATE, FABRIC = "accelerate_loop.py", "fabric_loop.py"
+QUICK = [(ACCELERATE, "3", "0", "0"), (FABRIC, "2", "0")]
+SLOW = [
+    (ACCELERATE, "1", "0", "0"),
+    (ACCELERATE, "1", "2", "0"),
+    (ACCELERATE, "2", "0", "1"),
+    (FABRIC, "1", "2"),
+]
+CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_death_leaves_what_the_plain_framework_computes(
+    world: SmallWorld, tmp_path: Path, case: tuple[str, ...]
+) -> None:
+    pytest.importorskip(case[0].partition("_")[0].replace("fabric", "lightning"))
+    undisturbed = elastic_run(world, tmp_path / "undisturbed", *case)
+    assert_as_plain(undisturbed, case, workers=SIZE)
+    for seed in range(2 if case in QUICK else 12):
+        pick = random.Random(str((seed, case)))
+        rank = pick.randrange(SIZE)
+        death = Death(rank=rank, event=pick.randrange(1, undisturbed.workers[rank].lines))
+        is_replaced = bool(seed % 2)
+        outcome = elastic_run(
+            world, tmp_path / str(seed), *case, death=death, is_replaced=is_replaced
+        )
+        assert outcome.died_at
+        assert_as_plain(outcome, case, workers=SIZE - 1 + is_replaced)
