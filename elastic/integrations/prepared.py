@@ -73,6 +73,11 @@ class PreparedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Without effect: the order of a pass is that of the job's epoch."""
 
+    @property
+    def index(self) -> int:
+        """The index within the epoch of the current step, or between steps of the next one."""
+        return self.job_loader.index
+
     def training(self) -> Iterator[Any]:
         """The rest of the job's epoch."""
         for batch in self.job_loader:

@@ -56,7 +56,7 @@ def train() -> None:
     for _ in range(3) if kind == "plain" else run.epochs(3):
         model.train()
         for index, (x, y) in enumerate(
-            train_loader, start=0 if kind == "plain" else train_loader.job_loader.index
+            train_loader, start=0 if kind == "plain" else train_loader.index
         ):
             is_accumulating = (index + 1) % accumulation != 0
             with fabric.no_backward_sync(model, enabled=is_accumulating):
