@@ -32,7 +32,7 @@ from elastic.store.keyvalue import Lease
 
 KEYS = Keys.of("/elastic", "llama-7")
 # docs/security.md: the minimum permissions of a read-only user.
-VIEWED = ("world", "done", "leader", "progress")
+VIEWED = ("world", "done", "leader", "progress", "stop")
 
 
 @pytest.fixture(scope="module")
