@@ -1,0 +1,1113 @@
+"""Lightning with recovery in process ::
+
+    +from elastic.integrations.lightning import ElasticStrategy
+
+    -trainer = Trainer(strategy="ddp", num_nodes=3, …)
+    +trainer = Trainer(strategy=ElasticStrategy(checkpoints="/mnt/shared/job"), …)
+     trainer.fit(model, datamodule=data)
+
+The strategy wraps the module, tracks optimizers, schedulers, callbacks and the progress of
+Lightning's loops, divides each batch of the largest world among the ranks of the current one, and
+runs ``fit`` as one call of ``run.retry``. An optimizer step, with all batches that it accumulates,
+is a step of the job; the beginning and the end of an epoch, and each validation, is a unit of
+``run.once``. Files and logs are those of plain Lightning on the largest world.
+
+Start reading at :class:`Fit`, which drives the loops. Lightning's private names are used in this
+file only; :func:`missing_names` reads them once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import elastic
+from elastic.errors import ConfigError, TrainingError
+from elastic.groups.world import World
+from elastic.telemetry.log import get_logger
+from elastic.train.loader import BatchInfo, ElasticLoader
+from elastic.train.run import Run
+from elastic.train.sampler import Position
+
+__all__ = ["ElasticStrategy"]
+
+# ----------------------------------------------------------------------------
+# Lightning is published twice, as `lightning` and as `pytorch_lightning`, with different classes.
+
+_PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+def _packages() -> list[str]:
+    """The packages that the script has imported, or the one that is installed.
+
+    Raises ConfigError if there is none.
+    """
+    if imported := [name for name in _PACKAGES if name in sys.modules]:
+        return imported
+    for name in _PACKAGES:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        return [name]
+    raise ConfigError(
+        "elastic.integrations.lightning needs Lightning",
+        hint="pip install 'torch-elastic-harness[lightning]'",
+    )
+
+
+# The loops that `Fit` drives, with the parameters of each method.
+_NAMES = {
+    "loops.fit_loop._FitLoop": {
+        "run": "",
+        "reset": "",
+        "setup_data": "",
+        "on_run_start": "",
+        "on_advance_start": "",
+        "on_advance_end": "",
+        "on_run_end": "",
+        "on_iteration_done": "",
+        "state_dict": "destination prefix",
+        "load_state_dict": "state_dict prefix",
+    },
+    "loops.training_epoch_loop._TrainingEpochLoop": {
+        "reset": "",
+        "advance": "data_fetcher",
+        "on_advance_end": "data_fetcher",
+        "on_iteration_done": "",
+        "_should_accumulate": "",
+        "_should_check_val_fx": "data_fetcher",
+    },
+    "loops.evaluation_loop._EvaluationLoop": {"run": "", "setup_data": ""},
+    "trainer.trainer.Trainer": {"_run_sanity_check": ""},
+    "strategies.strategy._ForwardRedirection": {
+        "__call__": "wrapper_module original_module method_name args kwargs"
+    },
+    "trainer.connectors.logger_connector.result._ResultCollection": {"reset": "metrics fx"},
+    "callbacks.ModelCheckpoint": {"file_exists": "filepath trainer"},
+}
+
+
+def missing_names(package: str) -> str:
+    """What this version of Lightning lacks of what is used here; empty: nothing."""
+    for path, methods in _NAMES.items():
+        module, _, name = path.rpartition(".")
+        try:
+            cls = getattr(importlib.import_module(f"{package}.{module}"), name)
+        except (ImportError, AttributeError):
+            return path
+        for method, expected in methods.items():
+            function = getattr(cls, method, None)
+            if function is None:
+                return f"{path}.{method}"
+            _, *given = inspect.signature(function).parameters
+            if given != expected.split():
+                return f"{path}.{method}({', '.join(expected.split())})"
+    return ""
+
+
+# ----------------------------------------------------------------------------
+# Data: batches of the largest world.
+
+
+class SharedLoader:
+    """This rank's part of each batch that the ranks of the largest world read together, in the
+    order of Lightning's sampler.
+
+    ``position``: the epoch, and the number of its batches that were read, at which an iteration
+    begins.
+    """
+
+    def __init__(
+        self, run: Run, loader: DataLoader[Any], position: Callable[[], tuple[int, int]]
+    ) -> None:
+        self._run, self._given, self._position = run, loader, position
+        self._cycle = 0  # iterations since `resume`
+        self.current: BatchInfo | None = None
+        self._loader = ElasticLoader(
+            loader, order=_order_of(loader, run.largest_world), largest_world=run.largest_world
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Not the position of a StatefulDataLoader, which would be saved and loaded.
+        if name.startswith("_") or name in ("state_dict", "load_state_dict"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._given, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def resume(self) -> None:
+        """Let the next iteration begin at the position, and those after it at the beginning."""
+        self._cycle = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, read = self._position() if self._cycle == 0 else (self._position()[0], 0)
+        self._cycle += 1
+        # The shorter of several loaders begins again (CombinedLoader, mode="max_size_cycle").
+        self._loader.seek(Position(epoch, read % len(self) if read != len(self) else read))
+        rank, size = self._rank_and_size()
+        for info, batch in self._loader.batches(rank, size, keeps_workers=True):
+            self.current = info
+            yield batch
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        if not self._run.has_world:
+            return int(os.environ.get("RANK", 0)), self._run.largest_world
+        return self._run.world.rank, self._run.world.size
+
+    @property
+    def weight(self) -> float:
+        """The factor of a mean over this rank's samples of the current batch, whose mean over all
+        ranks is then that over the samples of all. 1 if all ranks have equally many."""
+        info = self.current
+        if info is None:
+            return 1.0
+        return info.rank_samples * self._run.world.size / info.global_samples
+
+    def stop(self) -> None:
+        """End the data workers."""
+        self._loader.stop_workers()
+
+
+def _order_of(loader: DataLoader[Any], ranks: int) -> Callable[[int], list[int]] | None:
+    """What the samplers of all ranks of the largest world yield, one index of each in turn: their
+    batches, one after the other. None: that of the loader's own sampler, which is divided."""
+    sampler: Any = loader.sampler
+    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != ranks:
+        return None
+    if hasattr(sampler.dataset, "_sampler"):  # DistributedSamplerWrapper, of a sampler of any class
+        return None
+
+    def order(epoch: int) -> list[int]:
+        sampler.set_epoch(epoch)
+        own, states = sampler.rank, _random_states()
+        try:
+            indices = []
+            for sampler.rank in range(ranks):
+                _set_random_states(states)  # all ranks of a job have the same
+                indices.append(list(sampler))
+        finally:
+            sampler.rank = own
+        return [index for each in zip(*indices, strict=True) for index in each]
+
+    return order
+
+
+def _random_states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+def _unwrapped(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader with the sampler that Lightning has wrapped in a DistributedSampler."""
+    inner = getattr(getattr(loader.sampler, "dataset", None), "_sampler", None)
+    if inner is None or not isinstance(loader.sampler, DistributedSampler):
+        return loader
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=inner,
+        drop_last=loader.drop_last,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        persistent_workers=loader.persistent_workers,
+        prefetch_factor=loader.prefetch_factor,
+    )
+
+
+# ----------------------------------------------------------------------------
+# State: what Lightning's objects know, besides weights and optimizers.
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a checkpoint can hold it. Other values belong to their process."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if _is_plain(value)}
+
+
+class Progress:
+    """The progress of ``fit``: Lightning's loops, its callbacks, and which unit of work is next.
+
+    An object with state, which the job tracks.
+    """
+
+    def __init__(self, trainer: Any, is_private: Callable[[Any], bool]) -> None:
+        self._trainer = trainer
+        self._is_private = is_private
+        self.units = 0  # of `run.once`, complete
+        self.is_checked = False  # the sanity check was run
+        self.is_started = False  # on_train_start was called on a rank that has trained since
+        self.in_epoch = False
+        self.owes_validation = False  # after the last step
+        self.is_over = False
+        self.files: list[str] = []  # that ModelCheckpoint has saved and not removed
+        self.metrics: dict[str, Any] = {}  # rank 0's, after the last unit
+        self.versions: list[Any] = []  # of the loggers
+
+    _OWN = ("units", "is_checked", "is_started", "in_epoch", "owes_validation", "is_over")
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "own": {name: getattr(self, name) for name in self._OWN},
+            "files": self.files,
+            "metrics": self.metrics,
+            "versions": self.versions,
+            "loops": trainer.fit_loop.state_dict(),
+            "should_stop": trainer.should_stop,
+            "has_validated": trainer.fit_loop.epoch_loop.val_loop._has_run,
+            "callbacks": {str(i): self._state_of(c) for i, c in enumerate(trainer.callbacks)},
+            "module": _scalars_of(trainer.lightning_module),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        for name in self._OWN:
+            setattr(self, name, state["own"][name])
+        self.files, self.metrics = list(state["files"]), dict(state["metrics"])
+        self.versions = list(state["versions"])
+        trainer.fit_loop.load_state_dict(state["loops"])
+        _continue(trainer.fit_loop)
+        trainer.should_stop = state["should_stop"]
+        trainer.fit_loop.epoch_loop.val_loop._has_run = state["has_validated"]
+        for number, callback in enumerate(trainer.callbacks):
+            self._restore(callback, state["callbacks"].get(str(number), {}))
+        for name, value in state["module"].items():
+            setattr(trainer.lightning_module, name, value)
+
+    def _state_of(self, callback: Any) -> dict[str, Any]:
+        if self._is_private(callback):
+            return {}
+        own = {n: v for n, v in _plain(vars(callback)).items() if "time" not in n}
+        return {"attributes": own, "state": _plain(callback.state_dict())}
+
+    def _restore(self, callback: Any, state: Mapping[str, Any]) -> None:
+        if not state:
+            return
+        # Not that of ModelCheckpoint, which is part of its attributes, and warns of other folders.
+        if state["state"] and not hasattr(callback, "file_exists"):
+            callback.load_state_dict(dict(state["state"]))
+        vars(callback).update(state["attributes"])
+
+
+def _scalars_of(module: Any) -> dict[str, Any]:
+    """The numbers and names that a script keeps in its LightningModule, such as counters."""
+    return {n: v for n, v in _attributes(module) if isinstance(v, (int, float, str, type(None)))}
+
+
+def _attributes(module: Any) -> Iterator[tuple[str, Any]]:
+    base = _attributes_of_base(next(c for c in type(module).__mro__ if _is_base(c)))
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name not in base:
+            yield name, value
+
+
+def _is_base(cls: type) -> bool:
+    return cls.__name__ == "LightningModule" and cls.__module__.partition(".")[0] in (
+        "lightning",
+        "pytorch_lightning",
+    )
+
+
+@functools.cache
+def _attributes_of_base(cls: type) -> frozenset[str]:
+    return frozenset(vars(cls()))
+
+
+def _continue(loop: Any) -> None:
+    """Let a loop and its inner ones go on as if they had never been left: they are not restarting
+    from a checkpoint of Lightning, which is saved in one of its hooks."""
+    for each in (loop, *(one for one in vars(loop).values() if hasattr(one, "restarting"))):
+        each._restarting = each._loaded_from_state_dict = each._resuming_from_checkpoint = False
+        if each is not loop:
+            _continue(each)
+
+
+class Averages:
+    """What ``self.log(…, on_epoch=True, sync_dist=True)`` has added up in the epoch's training
+    steps, over the samples of all ranks. An object with state, which is the same on all.
+
+    Lightning adds up the values of each rank, and sums over ranks at the end of the epoch: a death
+    would lose those of the dead rank.
+    """
+
+    def __init__(self, run: Run, results: Callable[[], Mapping[str, Any]]) -> None:
+        self._run, self._results = run, results
+        self._totals: dict[str, list[float]] = {}  # the sum, and the number of samples
+        self._own: dict[str, tuple[Any, Any]] = {}  # of this rank, up to the last batch
+        self._sums: Mapping[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums of all ranks."""
+        return {"totals": {key: list(both) for key, both in self._totals.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with sums of :meth:`state_dict`."""
+        self._totals = {key: list(both) for key, both in state["totals"].items()}
+
+    def begin_epoch(self) -> None:
+        """Begin with nothing."""
+        self._totals.clear()
+
+    def begin_step(self) -> None:
+        """Called before the first batch of a step."""
+        self._sums = {}
+        self._own = {key: _totals(metric) for key, metric in self._shared()}
+
+    def give(self) -> None:
+        """Called before a backward pass: sum what the batch has logged with its gradients."""
+        values: dict[str, float | torch.Tensor] = {}
+        for key, metric in self._shared():
+            value, weight = _totals(metric)
+            before, weight_before = self._own.get(key, (torch.zeros_like(value), 0))
+            self._own[key] = value, weight
+            values[f"{key}:value"] = (value - before).double()
+            values[f"{key}:weight"] = float(weight - weight_before)
+        if values:
+            self._sums = self._run.sum_with_gradients(**values)
+
+    def end_step(self) -> None:
+        """Called after the last batch of a step: add the sums of all ranks."""
+        for name, number in self._sums.items():
+            key, _, what = name.rpartition(":")
+            self._totals.setdefault(key, [0.0, 0.0])[what == "weight"] += number
+
+    def end_epoch(self, callback_metrics: dict[str, Any]) -> None:
+        """Let Lightning read the values of all ranks. A rank that has joined after the last step
+        has not logged any itself."""
+        metrics = dict(self._shared())
+        for key, (value, weight) in self._totals.items():
+            metric, name = metrics.get(key), key.partition(".")[2]
+            if metric is None:
+                total = torch.tensor(value / weight if weight else value)
+                callback_metrics.update({name: total, f"{name}_epoch": total})
+            else:
+                total = value / weight if metric.meta.is_mean_reduction else value
+                metric._computed = torch.as_tensor(total).to(metric.value)
+
+    def _shared(self) -> Iterator[tuple[str, Any]]:
+        for key, metric in self._results().items():
+            if is_shared(metric):
+                yield key, metric
+
+
+def is_shared(metric: Any) -> bool:
+    """Whether a logged value is a sum or a mean over an epoch's batches and over all ranks."""
+    meta = metric.meta
+    is_sum = meta.is_mean_reduction or meta.is_sum_reduction
+    is_of_all = meta.sync.should and not meta.sync.rank_zero_only
+    is_of_step = meta.fx == "training_step"
+    return bool(metric.is_tensor and is_sum and meta.on_epoch and is_of_all and is_of_step)
+
+
+def _totals(metric: Any) -> tuple[Any, Any]:
+    return metric.value, getattr(metric, "cumulated_batch_size", torch.tensor(0))
+
+
+def _set_totals(metric: Any, value: Any, weight: Any) -> None:
+    metric.value = torch.as_tensor(value, dtype=metric.value.dtype, device=metric.value.device)
+    if metric.meta.is_mean_reduction:
+        metric.cumulated_batch_size = torch.as_tensor(weight, device=metric.value.device)
+    metric._computed = None
+    metric._update_count = max(1, metric._update_count)  # compute() warns before the first one
+
+
+class OwnResults:
+    """What a rank itself has logged in the epoch, and the lists and dicts of its LightningModule:
+    state of this rank alone."""
+
+    def __init__(self, module: Any, results: Callable[[], Mapping[str, Any]]) -> None:
+        self._module, self._results = module, results
+
+    def state_dict(self) -> dict[str, Any]:
+        logged = {
+            key: [*_totals(metric), metric.has_reset, metric._update_count]
+            for key, metric in self._results().items()
+            if metric.is_tensor and not is_shared(metric)
+        }
+        return {"logged": logged, "module": dict(self._containers())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for key, metric in self._results().items():
+            if metric.is_tensor and not is_shared(metric):
+                metric.reset()
+                if key in state["logged"]:
+                    value, weight, has_reset, updates = state["logged"][key]
+                    _set_totals(metric, value, weight)
+                    metric.has_reset, metric._update_count = has_reset, updates
+        for name, value in dict(self._containers()).items():
+            if name not in state["module"]:
+                value.clear()
+        for name, value in state["module"].items():
+            own = getattr(self._module, name, None)
+            if isinstance(own, list):
+                own[:] = value
+            else:
+                setattr(self._module, name, value)
+
+    def _containers(self) -> Iterator[tuple[str, Any]]:
+        for name, value in _attributes(self._module):
+            if type(value) in (list, dict) and _is_plain(value):
+                yield name, value
+
+
+# ----------------------------------------------------------------------------
+# Effects outside of the job: log entries and files.
+
+
+class Logs:
+    """Holds log entries back until the step or the unit that has written them is complete, so that
+    none is written twice."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._entries: list[Callable[[], object]] = []
+        self._is_reopened = True  # files of an earlier rank 0 may exist
+        for logger in trainer.loggers:
+            logger.log_metrics = functools.partial(self._hold, logger.log_metrics)
+
+    def remove(self) -> None:
+        """Write entries at once from now on."""
+        self.write()
+        for logger in self._trainer.loggers:
+            vars(logger).pop("log_metrics", None)
+
+    def _hold(self, write: Callable[..., object], *args: Any, **options: Any) -> None:
+        self._entries.append(functools.partial(write, *args, **options))
+
+    def drop(self) -> None:
+        """Forget the entries of an interrupted step."""
+        self._entries.clear()
+
+    def write(self) -> None:
+        """Write the entries of a complete step."""
+        if not self._entries:
+            return
+        entries, self._entries = self._entries, []
+        if self._trainer.is_global_zero and self._is_reopened:
+            self._is_reopened = False
+            for logger in self._trainer.loggers:
+                self._continue(logger)
+        for write in entries:
+            write()
+        for logger in self._trainer.loggers:
+            logger.save()
+
+    def agree(self, versions: list[Any]) -> None:
+        """Use the version of each logger that the job's first rank 0 has chosen."""
+        for logger, version in zip(self._trainer.loggers, versions, strict=False):
+            if "_version" in vars(logger) and logger._version != version:
+                logger._version = version
+                logger._experiment = None
+
+    def enter_world(self, *, is_new_main: bool) -> None:
+        """Called when a world begins."""
+        self._is_reopened |= is_new_main
+
+    def _continue(self, logger: Any) -> None:
+        """Continue the files of an earlier process, without entries of steps that are repeated."""
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        if type(logger).__name__ == "TensorBoardLogger" and logger._experiment is None:
+            logger._kwargs.setdefault("purge_step", step)
+        if type(logger).__name__ != "CSVLogger" or logger._experiment is not None:
+            return
+        path = Path(logger.log_dir, "metrics.csv")
+        text = path.read_text() if path.is_file() else ""
+        writer = logger.experiment  # removes the file
+        if text:
+            import csv  # noqa: PLC0415
+
+            header, *rows = list(csv.reader(text.splitlines()))
+            at = header.index("step")
+            kept = [row for row in rows if int(row[at]) < step]
+            with path.open("w", newline="") as file:
+                csv.writer(file).writerows([header, *kept])
+            writer.metrics_keys = header
+
+
+class Files:
+    """The files of ModelCheckpoint. One that belongs to the job, but is not part of its state, was
+    saved after the place at which the job continues: it does not exist, and is saved again.
+
+    A list beside the files, ``.elastic-RUN_ID``, names those of the job.
+    """
+
+    def __init__(self, strategy: Any, run: Run, progress: Progress) -> None:
+        self._strategy, self._run, self._progress = strategy, run, progress
+
+    def watch(self, callback: Any) -> None:
+        """Replace the question whether a file exists."""
+        callback.file_exists = functools.partial(self._exists, callback)
+
+    def _exists(self, callback: Any, filepath: Any, trainer: Any) -> bool:
+        exists = trainer.is_global_zero and callback._fs.exists(filepath)
+        if exists and str(filepath) not in self._progress.files:
+            exists = not self._is_ours(Path(filepath))
+        return bool(trainer.strategy.reduce_boolean_decision(bool(exists), all=False))
+
+    def _is_ours(self, path: Path) -> bool:
+        names = self._list(path)
+        return names.is_file() and path.name in names.read_text().splitlines()
+
+    def _list(self, path: Path) -> Path:
+        return path.parent / f".elastic-{self._run.id}"
+
+    def before_save(self, filepath: Any) -> None:
+        """Called on all ranks before rank 0 saves a file."""
+        path = Path(filepath)
+        if self._strategy.is_global_zero and not self._is_ours(path) and "://" not in str(filepath):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._list(path).open("a") as names:
+                names.write(f"{path.name}\n")
+        if str(filepath) not in self._progress.files:
+            self._progress.files.append(str(filepath))
+
+    def removed(self, filepath: Any) -> None:
+        """Called on all ranks when a file is removed."""
+        if str(filepath) in self._progress.files:
+            self._progress.files.remove(str(filepath))
+
+
+# ----------------------------------------------------------------------------
+# The loops.
+
+
+class Fit:
+    """``trainer.fit``: drives Lightning's loops in the function of ``run.retry``.
+
+    All state of these loops is in attributes, so the function continues where they stand: after a
+    fault, :class:`Progress` has restored them to the end of the last step or unit.
+    """
+
+    def __init__(self, strategy: Any, trainer: Any, *, is_private: Callable[[Any], bool]) -> None:
+        self.strategy, self.trainer, self.run = strategy, trainer, strategy.run
+        self.loop = trainer.fit_loop
+        self.epochs = self.loop.epoch_loop
+        self.progress = Progress(trainer, is_private)
+        self.averages = Averages(self.run, lambda: self.epochs._results)
+        self.logs = Logs(trainer)
+        self.files = Files(strategy, self.run, self.progress)
+        self._has_started = False  # on_train_start, in this process
+        self._was_main = False
+        self.is_alone = False  # other ranks do not call what this one calls
+        self._check_sanity = trainer._run_sanity_check
+        trainer._run_sanity_check = lambda: None  # there is no world yet
+        self.loop.run = self._run
+        if hasattr(self.epochs, "_broadcast_sigterm_tensor"):
+            # A collective in each batch, whose faults it ignores. Nodes leave between two steps.
+            self.epochs._broadcast_sigterm_tensor = lambda: None
+        for callback in trainer.checkpoint_callbacks:
+            if hasattr(callback, "file_exists"):
+                self.files.watch(callback)
+
+    @property
+    def weight(self) -> float:
+        """The factor of a loss that is the mean over this rank's samples of the current batch."""
+        combined = self.loop._combined_loader
+        return combined.flattened[0].weight if combined is not None else 1.0
+
+    def end(self) -> None:
+        """Restore what was replaced."""
+        self.logs.remove()
+        self.trainer.__dict__.pop("_run_sanity_check", None)
+        for owner, name in ((self.loop, "run"), (self.epochs, "_broadcast_sigterm_tensor")):
+            vars(owner).pop(name, None)
+        for callback in self.trainer.checkpoint_callbacks:
+            vars(callback).pop("file_exists", None)
+        if self.loop._combined_loader is not None:
+            for loader in self.loop._combined_loader.flattened:
+                if isinstance(loader, SharedLoader):
+                    loader.stop()
+
+    # -- registration -------------------------------------------------------------------------
+
+    def _register(self) -> None:
+        """Track everything that is state, besides the module that is wrapped."""
+        strategy, module = self.strategy, self.trainer.lightning_module
+        tracked = {f"optimizer{i}": each for i, each in enumerate(strategy.optimizers)}
+        for i, config in enumerate(strategy.lr_scheduler_configs):
+            tracked[f"scheduler{i}"] = config.scheduler
+        if (scaler := getattr(strategy.precision_plugin, "scaler", None)) is not None:
+            tracked["scaler"] = scaler
+        own = set(module.modules())
+        for i, callback in enumerate(self.trainer.callbacks):
+            for name, value in vars(callback).items():
+                if isinstance(value, nn.Module) and value not in own:
+                    tracked[f"callback{i}_{name}"] = value
+        self.run.track(**tracked, averages=self.averages, lightning=self.progress)
+        results = OwnResults(module, lambda: self.epochs._results)
+        local = {
+            f"metric_{name}": each
+            for name, each in module.named_modules()
+            if isinstance(getattr(type(each), "metric_state", None), property)
+        }
+        self.run.track(**local, results=results, local=True)
+        self.run.on_world(self._enter_world)
+
+    def _enter_world(self, world: World) -> None:
+        trainer, progress = self.trainer, self.progress
+        self.strategy.set_world_ranks()  # of rank_zero_only, too
+        is_new_main, self._was_main = world.rank == 0 and not self._was_main, world.rank == 0
+        if not progress.versions:
+            progress.versions = [getattr(logger, "version", None) for logger in trainer.loggers]
+            progress.versions = self.strategy.broadcast(progress.versions)
+        self.logs.agree(progress.versions)
+        self.logs.enter_world(is_new_main=is_new_main)
+
+    # -- the function of run.retry ------------------------------------------------------------
+
+    def _run(self) -> None:
+        self.loop.setup_data()
+        if self.loop.skip:
+            return
+        self._register()
+        self.loop.reset()
+        self.run.retry(self._train)
+        self.loop._restarting = False
+
+    def _train(self) -> None:
+        self._resume()
+        progress, loop = self.progress, self.loop
+        if not progress.is_checked:
+            self._once("sanity check", self._check)
+        if not self._has_started:
+            self._start()
+        while not progress.is_over:
+            if not progress.in_epoch:
+                if loop.done:
+                    self._once("end of training", self._end)
+                    break
+                self._once("beginning of an epoch", self._begin_epoch)
+            self._batches()
+            self._once("end of an epoch", self._end_epoch)
+
+    def _resume(self) -> None:
+        """Forget what an interrupted call has left outside of the state."""
+        trainer = self.trainer
+        self.logs.drop()
+        self.strategy.weight = 1.0
+        trainer.training = True
+        trainer.lightning_module._current_fx_name = None
+        trainer._logger_connector._first_loop_iter = None
+        trainer._logger_connector._current_fx = None
+        val_loop = self.epochs.val_loop
+        if val_loop._data_fetcher is not None:
+            val_loop.teardown()
+        val_loop._results.reset()
+        for name, value in self.progress.metrics.items():
+            trainer._logger_connector._callback_metrics.setdefault(name, value)
+        torch.set_grad_enabled(True)
+
+    def _once(self, name: str, function: Callable[[], object]) -> None:
+        progress = self.progress
+
+        def unit() -> None:
+            function()
+            progress.units += 1
+            progress.metrics = self.strategy.broadcast(_plain(self.trainer.callback_metrics))
+
+        self.run.once(name, unit, at=progress.units)
+        self.logs.write()
+
+    def _check(self) -> None:
+        self.progress.is_checked = True
+        self._check_sanity()
+
+    def _start(self) -> None:
+        """Call on_train_start in each process; on one that joins, others do not call it."""
+        self.is_alone = self.progress.is_started
+        try:
+            self.loop.on_run_start()
+        finally:
+            self.is_alone = False
+        self._has_started = self.progress.is_started = True
+
+    def _end(self) -> None:
+        self.progress.is_over = True
+        self.loop.on_run_end()
+
+    def _begin_epoch(self) -> None:
+        self.averages.begin_epoch()
+        self.loop.on_advance_start()
+        self.epochs.reset()
+        self.progress.in_epoch = True
+
+    def _end_epoch(self) -> None:
+        self.progress.in_epoch = False
+        self.averages.end_epoch(self.trainer._logger_connector._callback_metrics)
+        self.loop.on_advance_end()
+        self.loop.on_iteration_done()
+
+    def _batches(self) -> None:
+        progress, epochs, fetcher = self.progress, self.epochs, self.loop._data_fetcher
+        self._open(fetcher)
+        while True:
+            if progress.owes_validation:
+                self._once("validation", self._end_step)
+            if epochs.done:
+                break
+            try:
+                self._step(fetcher)
+            except StopIteration:  # on_train_batch_start has returned -1
+                break
+            finally:
+                epochs.on_iteration_done()
+
+    def _open(self, fetcher: Any) -> None:
+        read = self.epochs.batch_progress.current.ready
+        for loader in self.loop._combined_loader.flattened:
+            loader.resume()
+        iter(fetcher)
+        fetcher.fetched = read
+        fetcher.done = fetcher.length is not None and read >= fetcher.length
+        fetcher._start_profiler = self.epochs._on_before_fetch
+        fetcher._stop_profiler = self.epochs._on_after_fetch
+
+    def _step(self, fetcher: Any) -> None:
+        """An optimizer step, with all batches that it accumulates, and what follows it."""
+        epochs = self.epochs
+        self.run.begin()
+        self.averages.begin_step()
+        try:
+            epochs.advance(fetcher)
+            while self._accumulates() and not epochs.done:
+                epochs.on_advance_end(fetcher)
+                epochs.on_iteration_done()
+                epochs.advance(fetcher)
+            if epochs._should_check_val_fx(fetcher):
+                self.progress.owes_validation = True
+            else:
+                epochs.on_advance_end(fetcher)
+        except StopIteration:
+            self._commit()
+            raise
+        self._commit()
+
+    def _commit(self) -> None:
+        self.averages.end_step()
+        self.run.commit()
+        self.logs.write()
+
+    def _accumulates(self) -> bool:
+        is_automatic = self.trainer.lightning_module.automatic_optimization
+        return bool(is_automatic and self.epochs._should_accumulate())
+
+    def _end_step(self) -> None:
+        self.progress.owes_validation = False
+        self.epochs.on_advance_end(self.loop._data_fetcher)
+
+
+# ----------------------------------------------------------------------------
+# The strategy.
+
+
+def _define(package: str) -> Any:
+    """The strategy for one of Lightning's packages."""
+    pl: Any = importlib.import_module(package)
+    fabric = _PACKAGES[package]
+    environments: Any = importlib.import_module(f"{fabric}.plugins.environments")
+    reset_seed = importlib.import_module(f"{fabric}.utilities.seed").reset_seed
+    base: Any = importlib.import_module(f"{package}.strategies")
+    redirection: Any = importlib.import_module(f"{package}.strategies.strategy")
+
+    class Environment(environments.ClusterEnvironment):  # type: ignore[misc]
+        """The ranks of the current world; before the first one, those of the largest."""
+
+        creates_processes_externally = True
+        main_address, main_port = "", 0  # no group is opened with them
+
+        def __init__(self, run: Run | None) -> None:
+            self._run = run
+
+        @staticmethod
+        def detect() -> bool:
+            return False
+
+        def world_size(self) -> int:
+            if self._run is None:
+                return _variable("WORLD_SIZE", 1)
+            return self._run.world.size if self._run.has_world else self._run.largest_world
+
+        def global_rank(self) -> int:
+            has_world = self._run is not None and self._run.has_world
+            return self._run.world.rank if self._run and has_world else _variable("RANK", 0)
+
+        def local_rank(self) -> int:
+            return _variable("LOCAL_RANK", 0)
+
+        def node_rank(self) -> int:
+            return _variable("GROUP_RANK", 0)
+
+        def set_world_size(self, size: int) -> None:
+            """Set by the world."""
+
+        def set_global_rank(self, rank: int) -> None:
+            """Set by the world."""
+
+    class ElasticStrategy(base.DDPStrategy):  # type: ignore[misc]
+        """DDP whose ``fit`` continues in the same processes when nodes fail, leave or join.
+
+        ``Trainer(strategy=ElasticStrategy(checkpoints=…))``; ``strategy="elastic"`` after this
+        module's import, with ``ELASTIC_CHECKPOINTS``. ``devices`` is the number of workers per
+        node, as with "ddp"; ``num_nodes`` has no effect. ``checkpoints``, ``when``, ``keep`` and
+        ``seed`` are those of :func:`elastic.join`, ``find_unused_parameters`` and others those of
+        DDP.
+
+        Raises ConfigError for options of DDPStrategy that cannot be supported, and the errors of
+        :func:`elastic.join`.
+        """
+
+        strategy_name = "elastic"
+
+        def __init__(
+            self,
+            *,
+            checkpoints: Any = None,
+            when: Any = None,
+            keep: Any = None,
+            seed: int = 0,
+            **options: Any,
+        ) -> None:
+            _refuse_options(options)
+            self.weight = 1.0  # of this rank's mean over its samples of the current batch
+            self._fit: Fit | None = None
+            self.run = elastic.join(checkpoints=checkpoints, when=when, keep=keep, seed=seed)
+            super().__init__(cluster_environment=Environment(self.run), **options)
+            self._forward_redirection = redirection._ForwardRedirection()
+
+        # -- the world ------------------------------------------------------------------------
+
+        def setup_distributed(self) -> None:
+            """The group of a world comes with run.retry."""
+            reset_seed()
+            self.set_world_ranks()
+
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]:
+            """Those of the largest world, whose batches are divided."""
+            rank = min(self.global_rank, self.run.largest_world - 1)
+            return {"num_replicas": self.run.largest_world, "rank": rank}
+
+        @property
+        def _is_alone(self) -> bool:
+            return not self.run.has_world or (self._fit is not None and self._fit.is_alone)
+
+        def barrier(self, *args: Any, **options: Any) -> None:
+            """Wait for all ranks. Nothing to wait for before the first world."""
+            if not self._is_alone:
+                super().barrier(*args, **options)
+
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            """The object of rank ``src``; before the first world, this rank's own."""
+            return obj if self._is_alone else super().broadcast(obj, src)
+
+        def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+            """The mean or sum over all ranks; in a training step, a mean over all samples."""
+            if self._is_alone:
+                return tensor
+            if self.weight != 1.0 and isinstance(tensor, torch.Tensor) and _is_mean(reduce_op):
+                tensor = tensor * self.weight
+            return super().reduce(tensor, group, reduce_op=reduce_op)
+
+        def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+            """Whether all ranks, or any of them, decide so."""
+            if self._is_alone:
+                return decision
+            return bool(super().reduce_boolean_decision(decision, all))
+
+        def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+            """The tensors of all ranks."""
+            if self._is_alone:
+                return tensor[None]
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+        # -- fit ------------------------------------------------------------------------------
+
+        def setup(self, trainer: Any) -> None:
+            """Wrap the module, create optimizers, and prepare to drive the loops."""
+            is_fit = str(trainer.state.fn.value) == "fit"
+            if is_fit and self._fit is not None:
+                raise ConfigError(
+                    "trainer.fit() is called twice in this process, in one job",
+                    hint="call it once, with max_epochs for all phases, or in one job each",
+                )
+            if is_fit:
+                _check_trainer(trainer)
+            self._trainer = trainer
+            super().setup(trainer)
+            if is_fit:
+                self._fit = Fit(self, trainer, is_private=_is_progress_bar(pl))
+            else:
+                self._wrap_evaluation(trainer)
+
+        def _sync_module_states(self) -> None:
+            """All ranks have the job's state."""
+
+        def _wrap_evaluation(self, trainer: Any) -> None:
+            pass
+
+        def _setup_model(self, model: nn.Module) -> Any:
+            return self.run.wrap(model, **self._ddp_kwargs)
+
+        def _register_ddp_hooks(self) -> None:
+            """None: gradients are reduced by elastic."""
+
+        def process_dataloader(self, dataloader: Any) -> Any:
+            """The part of this rank of a loader's batches."""
+            if self._trainer is None or str(self._trainer.state.fn.value) == "predict":
+                return dataloader
+            _check_loader(dataloader)
+            is_training = self._trainer.training
+            return SharedLoader(
+                self.run, _unwrapped(dataloader), self._position if is_training else self._start
+            )
+
+        _trainer: Any = None
+
+        def _position(self) -> tuple[int, int]:
+            loop = self._trainer.fit_loop
+            return loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready
+
+        def _start(self) -> tuple[int, int]:
+            return self._trainer.fit_loop.epoch_progress.current.processed, 0
+
+        def training_step(self, *args: Any, **options: Any) -> Any:
+            """The module's training step, in which means over ranks are those over samples."""
+            assert self._fit is not None
+            self.weight = self._fit.weight
+            try:
+                if not self.lightning_module.automatic_optimization:
+                    with self.precision_plugin.train_step_context():
+                        return self.lightning_module.training_step(*args, **options)
+                return super().training_step(*args, **options)
+            finally:
+                self.weight = 1.0
+
+        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+            """A backward pass: gradients of all ranks add up to those of plain Lightning."""
+            assert self._fit is not None
+            self._fit.averages.give()
+            if (weight := self._fit.weight) != 1.0:
+                closure_loss = closure_loss * weight
+            return super().backward(closure_loss, optimizer, *args, **options)
+
+        def pre_backward(self, closure_loss: Any) -> None:
+            """Nothing: the wrapped module prepares for backward passes itself."""
+
+        def post_backward(self, closure_loss: Any) -> None:
+            """Nothing, likewise."""
+
+        # -- files and the end ----------------------------------------------------------------
+
+        def save_checkpoint(self, checkpoint: Any, filepath: Any, **options: Any) -> None:
+            """Save a file on rank 0, once all ranks know of it."""
+            if self._fit is not None:
+                self._fit.files.before_save(filepath)
+                self.barrier()
+            super().save_checkpoint(checkpoint, filepath, **options)
+
+        def remove_checkpoint(self, filepath: Any) -> None:
+            """Remove a file on rank 0."""
+            if self._fit is not None:
+                self._fit.files.removed(filepath)
+            super().remove_checkpoint(filepath)
+
+        def teardown(self) -> None:
+            """Unwrap the module."""
+            if self._fit is not None:
+                self._fit.end()
+            self.model = self.lightning_module
+            super().teardown()
+
+        @classmethod
+        def register_strategies(cls, strategy_registry: Any) -> None:
+            """Register ``strategy="elastic"``."""
+            if cls.strategy_name not in strategy_registry:
+                strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__)
+
+    ElasticStrategy.__module__, ElasticStrategy.__qualname__ = __name__, "ElasticStrategy"
+    ElasticStrategy.register_strategies(base.StrategyRegistry)
+    return ElasticStrategy
+
+
+def _refuse_options(options: dict[str, Any]) -> None:
+    """Raise ConfigError for options of DDPStrategy that cannot be supported."""
+    refused = {
+        "cluster_environment": "omit it: the world sets ranks",
+        "ddp_comm_hook": "omit it: elastic reduces gradients itself",
+        "ddp_comm_state": "omit it: elastic reduces gradients itself",
+        "ddp_comm_wrapper": "omit it: elastic reduces gradients itself",
+        "model_averaging_period": "omit it: all ranks have the same weights after each step",
+        "process_group_backend": "elastic.join(backend=…) before it",
+        "start_method": "start the script with torchrun or `elastic run`",
+        "timeout": "omit it: the job's options set timeouts (docs/timeouts.md)",
+    }
+    for name in options.keys() & refused.keys():
+        raise ConfigError(f"ElasticStrategy({name}=…) is not supported", hint=refused[name])
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Raise ConfigError for what cannot recover in process."""
+    if trainer.accumulate_grad_batches < 1 or trainer.overfit_batches:
+        return
+    for optimizer in ():
+        del optimizer
+
+
+def _check_loader(loader: Any) -> None:
+    """Raise ConfigError for data without a position."""
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return
+    kind = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
+    raise ConfigError(
+        f"{kind} cannot be divided among a changing number of ranks: it has no positions",
+        hint="use a DataLoader over a dataset with __getitem__ and __len__; streams recover by a "
+        'restart, with strategy="ddp"',
+    )
+
+
+def _variable(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+def _is_mean(reduce_op: Any) -> bool:
+    return str(reduce_op).lower().rpartition(".")[2] in ("mean", "avg")
+
+
+def _is_progress_bar(pl: Any) -> Callable[[Any], bool]:
+    return lambda callback: isinstance(callback, pl.callbacks.ProgressBar)
+
+
+ElasticStrategy = next(iter([_define(package) for package in _packages()]))

@@ -1,0 +1,234 @@
+"""A classifier as users of Lightning write it. The argument is a JSON object of options.
+
+With ``"strategy": "ddp"`` the script forks the other ranks itself and trains with plain Lightning.
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+GIVEN = json.loads(sys.argv[1])
+OPTIONS = {
+    "package": "lightning",
+    "strategy": "elastic",
+    "ranks": 3,
+    "folder": "",
+    "samples": 50,
+    "batch": 4,
+    "epochs": 3,
+    "workers": 0,
+    "trainer": {},
+    "scheduler": "step",
+    "loaders": 1,
+    "manual": False,
+    "patience": 0,
+    "save": {},
+    "logger": "csv",
+    "ema": False,
+    "die": None,
+    **GIVEN,
+}
+
+
+def fork_ranks():
+    """Become one of the ranks of plain Lightning."""
+    ranks = OPTIONS["ranks"]
+    os.environ.update(
+        WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(OPTIONS["port"]),
+        LOCAL_RANK="0",
+        GROUP_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        TORCHELASTIC_RUN_ID="plain",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    for rank in range(1, ranks):
+        if os.fork() == 0:
+            os.environ["RANK"] = os.environ["GROUP_RANK"] = str(rank)
+            return rank
+    os.environ["RANK"] = "0"
+    return 0
+
+
+PLAIN_RANK = fork_ranks() if OPTIONS["strategy"] == "ddp" else 0
+
+if OPTIONS["package"] == "lightning":
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+else:
+    import pytorch_lightning as pl
+    from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+    from pytorch_lightning.loggers import CSVLogger
+
+if OPTIONS["strategy"] != "ddp":
+    import elastic.integrations.lightning  # registers strategy="elastic"
+
+torch.set_default_dtype(torch.float64)
+
+
+def data(seed, samples):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 6, generator=generator)
+    return TensorDataset(x, (x.sin().sum(1) > 0).long())
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self):
+        loaders = [
+            DataLoader(
+                data(1 + i, OPTIONS["samples"] // (1 + i)),
+                batch_size=OPTIONS["batch"],
+                shuffle=True,
+                num_workers=OPTIONS["workers"],
+            )
+            for i in range(OPTIONS["loaders"])
+        ]
+        return loaders[0] if len(loaders) == 1 else loaders
+
+    def val_dataloader(self):
+        return DataLoader(data(9, 20), batch_size=OPTIONS["batch"])
+
+
+class Ema(pl.Callback):
+    def on_fit_start(self, trainer, module):
+        self.weights = {n: p.detach().clone() for n, p in module.named_parameters()}
+        self.updates = 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.fit_loop._should_accumulate():
+            return
+        self.updates += 1
+        for name, p in module.named_parameters():
+            self.weights[name].lerp_(p.detach(), 0.1)
+
+
+class Recorder(pl.Callback):
+    """What plain Lightning and ours must have in common, as rank 0 sees it."""
+
+    def __init__(self):
+        self.validations, self.rates, self.outputs = [], [], []
+
+    def on_validation_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.validations.append(trainer.global_step)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.outputs = []
+        self.automatic_optimization = not OPTIONS["manual"]
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        batches = [batch] if OPTIONS["loaders"] == 1 else batch
+        loss = sum(F.cross_entropy(self(x), y) for x, y in batches)
+        maybe_die("train", self)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        if OPTIONS["manual"]:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return None
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        maybe_die("validate", self)
+        self.outputs.append(float(loss))
+        self.log("val_loss", loss, sync_dist=True)
+
+    def on_validation_epoch_end(self):
+        self.log("outputs", float(len(self.outputs)), sync_dist=True)
+        self.outputs.clear()
+
+    def on_save_checkpoint(self, checkpoint):
+        maybe_die("save", self)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        if not OPTIONS["scheduler"]:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
+        if OPTIONS["scheduler"] == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return [optimizer], [{"scheduler": plateau, "monitor": "val_loss"}]
+        return [optimizer], [{"scheduler": scheduler, "interval": OPTIONS["scheduler"]}]
+
+
+def maybe_die(place, module):
+    """Mark places for deaths: lines of this script."""
+    if place == "train":
+        pass  # died in a training step
+    elif place == "validate":
+        pass  # died in a validation
+    elif place == "save":
+        pass  # died in a save
+
+
+torch.manual_seed(3)
+folder = OPTIONS["folder"]
+recorder = Recorder()
+checkpoint = ModelCheckpoint(
+    **{
+        "dirpath": f"{folder}/saved",
+        "monitor": "val_loss",
+        "save_top_k": 2,
+        "save_last": True,
+        **OPTIONS["save"],
+    }
+)
+callbacks = [recorder, checkpoint, LearningRateMonitor()]
+if OPTIONS["patience"]:
+    callbacks.append(EarlyStopping("val_loss", patience=OPTIONS["patience"]))
+if OPTIONS["ema"]:
+    callbacks.append(Ema())
+trainer = pl.Trainer(
+    **{
+        "accelerator": "cpu",
+        "devices": 1,
+        "num_nodes": OPTIONS["ranks"],
+        "max_epochs": OPTIONS["epochs"],
+        "strategy": OPTIONS["strategy"],
+        "callbacks": callbacks,
+        "logger": CSVLogger(folder),
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **OPTIONS["trainer"],
+    }
+)
+module = Classifier()
+trainer.fit(module, datamodule=Data())
+
+result = {
+    **module.state_dict(),
+    "global_step": trainer.global_step,
+    "epoch": trainer.current_epoch,
+    "validations": torch.tensor(recorder.validations),
+    "rates": torch.tensor(recorder.rates),
+    "best": torch.as_tensor(checkpoint.best_model_score),
+    "val_loss": trainer.callback_metrics["val_loss"],
+    "train_loss": trainer.callback_metrics["train_loss_epoch"],
+}
+if OPTIONS["ema"]:
+    result |= {f"ema {n}": w for n, w in callbacks[-1].weights.items()}
+    result["ema updates"] = callbacks[-1].updates
+if PLAIN_RANK:
+    os._exit(0)
