@@ -18,6 +18,7 @@ file only; :func:`missing_names` reads them once.
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib
 import inspect
@@ -266,6 +267,7 @@ class Progress:
     def __init__(self, trainer: Any, is_private: Callable[[Any], bool]) -> None:
         self._trainer = trainer
         self._is_private = is_private
+        self._callbacks, self._module = trainer.callbacks, trainer.lightning_module
         self.units = 0  # of `run.once`, complete
         self.is_checked = False  # the sanity check was run
         self.is_started = False  # on_train_start was called on a rank that has trained since
@@ -275,6 +277,7 @@ class Progress:
         self.files: list[str] = []  # that ModelCheckpoint has saved and not removed
         self.metrics: dict[str, Any] = {}  # rank 0's, after the last unit
         self.versions: list[Any] = []  # of the loggers
+        self.entries: list[int] = []  # that each logger was given
 
     _OWN = ("units", "is_checked", "is_started", "in_epoch", "owes_validation", "is_over")
 
@@ -285,11 +288,12 @@ class Progress:
             "files": self.files,
             "metrics": self.metrics,
             "versions": self.versions,
+            "entries": self.entries,
             "loops": trainer.fit_loop.state_dict(),
             "should_stop": trainer.should_stop,
             "has_validated": trainer.fit_loop.epoch_loop.val_loop._has_run,
-            "callbacks": {str(i): self._state_of(c) for i, c in enumerate(trainer.callbacks)},
-            "module": _scalars_of(trainer.lightning_module),
+            "callbacks": {str(i): self._state_of(c) for i, c in enumerate(self._callbacks)},
+            "module": _scalars_of(self._module),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -297,15 +301,15 @@ class Progress:
         for name in self._OWN:
             setattr(self, name, state["own"][name])
         self.files, self.metrics = list(state["files"]), dict(state["metrics"])
-        self.versions = list(state["versions"])
+        self.versions, self.entries = list(state["versions"]), list(state["entries"])
         trainer.fit_loop.load_state_dict(state["loops"])
         _continue(trainer.fit_loop)
         trainer.should_stop = state["should_stop"]
         trainer.fit_loop.epoch_loop.val_loop._has_run = state["has_validated"]
-        for number, callback in enumerate(trainer.callbacks):
+        for number, callback in enumerate(self._callbacks):
             self._restore(callback, state["callbacks"].get(str(number), {}))
         for name, value in state["module"].items():
-            setattr(trainer.lightning_module, name, value)
+            setattr(self._module, name, value)
 
     def _state_of(self, callback: Any) -> dict[str, Any]:
         if self._is_private(callback):
@@ -491,70 +495,68 @@ class Logs:
     """Holds log entries back until the step or the unit that has written them is complete, so that
     none is written twice."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._entries: list[Callable[[], object]] = []
-        self._is_reopened = True  # files of an earlier rank 0 may exist
-        for logger in trainer.loggers:
-            logger.log_metrics = functools.partial(self._hold, logger.log_metrics)
+    def __init__(self, trainer: Any, progress: Progress) -> None:
+        self._trainer, self._progress = trainer, progress
+        self._held: list[Callable[[], object]] = []
+        self._is_resumed = False  # the job has continued from a checkpoint
+        self._is_open = False  # this process has written entries since it is rank 0
+        progress.entries = [0] * len(trainer.loggers)
+        self._saves = [logger.save for logger in trainer.loggers]
+        for number, logger in enumerate(trainer.loggers):
+            logger.log_metrics = functools.partial(self._hold, number, logger.log_metrics)
+            logger.save = lambda: None  # it would open the files
 
     def remove(self) -> None:
         """Write entries at once from now on."""
         self.write()
         for logger in self._trainer.loggers:
-            vars(logger).pop("log_metrics", None)
+            for name in ("log_metrics", "save"):
+                vars(logger).pop(name, None)
 
-    def _hold(self, write: Callable[..., object], *args: Any, **options: Any) -> None:
-        self._entries.append(functools.partial(write, *args, **options))
+    def _hold(self, number: int, write: Callable[..., object], *args: Any, **options: Any) -> None:
+        self._progress.entries[number] += 1
+        self._held.append(functools.partial(write, *args, **options))
 
     def drop(self) -> None:
         """Forget the entries of an interrupted step."""
-        self._entries.clear()
+        self._held.clear()
 
     def write(self) -> None:
         """Write the entries of a complete step."""
-        if not self._entries:
+        if not self._held:
             return
-        entries, self._entries = self._entries, []
-        if self._trainer.is_global_zero and self._is_reopened:
-            self._is_reopened = False
-            for logger in self._trainer.loggers:
-                self._continue(logger)
+        entries, self._held = self._held, []
+        if self._trainer.is_global_zero and not self._is_open:
+            self._is_open = True
+            for number, logger in enumerate(self._trainer.loggers):
+                kept = self._progress.entries[number] - len(entries) // len(self._saves)
+                self._continue(logger, max(0, kept))
         for write in entries:
             write()
-        for logger in self._trainer.loggers:
-            logger.save()
+        for save in self._saves:
+            save()
 
-    def agree(self, versions: list[Any]) -> None:
+    def enter_world(self, versions: list[Any], *, is_resumed: bool) -> None:
         """Use the version of each logger that the job's first rank 0 has chosen."""
+        self._is_resumed |= is_resumed
+        self._is_open &= self._trainer.is_global_zero
         for logger, version in zip(self._trainer.loggers, versions, strict=False):
             if "_version" in vars(logger) and logger._version != version:
-                logger._version = version
-                logger._experiment = None
+                logger._version, logger._experiment = version, None
 
-    def enter_world(self, *, is_new_main: bool) -> None:
-        """Called when a world begins."""
-        self._is_reopened |= is_new_main
-
-    def _continue(self, logger: Any) -> None:
-        """Continue the files of an earlier process, without entries of steps that are repeated."""
-        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
-        if type(logger).__name__ == "TensorBoardLogger" and logger._experiment is None:
-            logger._kwargs.setdefault("purge_step", step)
-        if type(logger).__name__ != "CSVLogger" or logger._experiment is not None:
-            return
-        path = Path(logger.log_dir, "metrics.csv")
-        text = path.read_text() if path.is_file() else ""
-        writer = logger.experiment  # removes the file
-        if text:
-            import csv  # noqa: PLC0415
-
-            header, *rows = list(csv.reader(text.splitlines()))
-            at = header.index("step")
-            kept = [row for row in rows if int(row[at]) < step]
-            with path.open("w", newline="") as file:
-                csv.writer(file).writerows([header, *kept])
-            writer.metrics_keys = header
+    def _continue(self, logger: Any, entries: int) -> None:
+        """Continue the files of an earlier process, with its first entries: those of steps that
+        the job has not lost."""
+        kind = type(logger).__name__
+        if kind == "TensorBoardLogger" and logger._experiment is None and self._is_resumed:
+            logger._kwargs["purge_step"] = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        if kind == "CSVLogger" and (logger._experiment is None or self._is_resumed):
+            path = Path(logger.log_dir, "metrics.csv")
+            lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+            writer = logger.experiment  # removes the file if it opens it
+            if lines:
+                path.write_text("".join(lines[: 1 + entries]))
+                writer.metrics_keys = next(csv.reader(lines))
 
 
 class Files:
@@ -617,10 +619,10 @@ class Fit:
         self.epochs = self.loop.epoch_loop
         self.progress = Progress(trainer, is_private)
         self.averages = Averages(self.run, lambda: self.epochs._results)
-        self.logs = Logs(trainer)
+        self.logs = Logs(trainer, self.progress)
         self.files = Files(strategy, self.run, self.progress)
         self._has_started = False  # on_train_start, in this process
-        self._was_main = False
+        self._has_world = False
         self.is_alone = False  # other ranks do not call what this one calls
         self._check_sanity = trainer._run_sanity_check
         trainer._run_sanity_check = lambda: None  # there is no world yet
@@ -677,14 +679,15 @@ class Fit:
         self.run.on_world(self._enter_world)
 
     def _enter_world(self, world: World) -> None:
-        trainer, progress = self.trainer, self.progress
+        progress = self.progress
         self.strategy.set_world_ranks()  # of rank_zero_only, too
-        is_new_main, self._was_main = world.rank == 0 and not self._was_main, world.rank == 0
+        # A joining process is not rank 0 in its first world.
+        is_resumed = not self._has_world and world.rank == 0 and progress.units > 0
+        self._has_world = True
         if not progress.versions:
-            progress.versions = [getattr(logger, "version", None) for logger in trainer.loggers]
-            progress.versions = self.strategy.broadcast(progress.versions)
-        self.logs.agree(progress.versions)
-        self.logs.enter_world(is_new_main=is_new_main)
+            versions = [getattr(logger, "version", None) for logger in self.trainer.loggers]
+            progress.versions = self.strategy.broadcast(versions)
+        self.logs.enter_world(progress.versions, is_resumed=is_resumed)
 
     # -- the function of run.retry ------------------------------------------------------------
 
@@ -720,7 +723,11 @@ class Fit:
         self.strategy.weight = 1.0
         trainer.training = True
         trainer.lightning_module._current_fx_name = None
-        trainer._logger_connector._first_loop_iter = None
+        is_first = self.epochs.batch_progress.current.ready == 0
+        if is_first:
+            self.epochs._results.reset(fx="training_step")
+        # Lightning forgets what was logged before the first iteration of a loop.
+        trainer._logger_connector._first_loop_iter = None if is_first else False
         trainer._logger_connector._current_fx = None
         val_loop = self.epochs.val_loop
         if val_loop._data_fetcher is not None:
@@ -937,8 +944,11 @@ def _define(package: str) -> Any:
             """The mean or sum over all ranks; in a training step, a mean over all samples."""
             if self._is_alone:
                 return tensor
-            if self.weight != 1.0 and isinstance(tensor, torch.Tensor) and _is_mean(reduce_op):
-                tensor = tensor * self.weight
+            if isinstance(tensor, torch.Tensor) and _is_mean(reduce_op):
+                if not tensor.is_floating_point():
+                    tensor = tensor.double()  # Lightning rounds a mean of numbers of samples down
+                if self.weight != 1.0:
+                    tensor = tensor * self.weight
             return super().reduce(tensor, group, reduce_op=reduce_op)
 
         def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

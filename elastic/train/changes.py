@@ -112,13 +112,19 @@ def _inside(name: str, one: Any) -> Iterable[Named]:
     if isinstance(one, functools.partial):
         return [(name, part) for part in (one.func, *one.args, *one.keywords.values())]
     is_module = isinstance(one, nn.Module)
-    if type(one).__module__.partition(".")[0] in _STATELESS and not is_module:
+    if not is_module and _is_stateless(type(one).__module__):
         return ()
     attributes = getattr(one, "__dict__", {})
     children = [(f"{name}.{key}", value) for key, value in list(attributes.items())]
     if is_module:
         children += [(f"{name}.{key}", child) for key, child in one.named_children()]
     return children
+
+
+def _is_stateless(module: str) -> bool:
+    # Integrations track objects that save the state of a trainer's own, such as its callbacks.
+    package, _, name = module.partition(".")
+    return package in _STATELESS and not name.startswith("integrations.")
 
 
 def _of_dict(name: str, entries: dict[Any, Any]) -> list[Named]:
