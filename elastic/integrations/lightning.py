@@ -274,6 +274,7 @@ class Progress:
         self.in_epoch = False
         self.owes_validation = False  # after the last step
         self.is_over = False
+        self.loaded: tuple[float, float] | None = None  # restored
         self.files: list[str] = []  # that ModelCheckpoint has saved and not removed
         self.metrics: dict[str, Any] = {}  # rank 0's, after the last unit
         self.versions: list[Any] = []  # of the loggers
@@ -292,6 +293,7 @@ class Progress:
             "loops": trainer.fit_loop.state_dict(),
             "should_stop": trainer.should_stop,
             "has_validated": trainer.fit_loop.epoch_loop.val_loop._has_run,
+            "loaded": list(self._epochs_of_loaders()),
             "callbacks": {str(i): self._state_of(c) for i, c in enumerate(self._callbacks)},
             "module": _scalars_of(self._module),
         }
@@ -306,10 +308,29 @@ class Progress:
         _continue(trainer.fit_loop)
         trainer.should_stop = state["should_stop"]
         trainer.fit_loop.epoch_loop.val_loop._has_run = state["has_validated"]
+        self.loaded = tuple(state["loaded"])
         for number, callback in enumerate(self._callbacks):
             self._restore(callback, state["callbacks"].get(str(number), {}))
         for name, value in state["module"].items():
             setattr(self._module, name, value)
+
+    def _epochs_of_loaders(self) -> tuple[float, float]:
+        """In which epochs the loaders were requested (reload_dataloaders_every_n_epochs)."""
+        loop = self._trainer.fit_loop
+        return loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+
+    def reload(self) -> None:
+        """Request the loaders that other ranks have requested while this one was not there."""
+        loop, before = self._trainer.fit_loop, self._epochs_of_loaders()
+        if self.loaded is None or before == self.loaded:
+            return
+        if before[0] != self.loaded[0]:
+            loop._combined_loader = None
+            loop.setup_data()
+        if before[1] != self.loaded[1]:
+            loop.epoch_loop.val_loop._combined_loader = None
+        loop._last_train_dl_reload_epoch = self.loaded[0]
+        loop.epoch_loop.val_loop._last_val_dl_reload_epoch = self.loaded[1]
 
     def _state_of(self, callback: Any) -> dict[str, Any]:
         if self._is_private(callback):
@@ -508,7 +529,7 @@ class Logs:
 
     def remove(self) -> None:
         """Write entries at once from now on."""
-        self.write()
+        self.drop()
         for logger in self._trainer.loggers:
             for name in ("log_metrics", "save"):
                 vars(logger).pop(name, None)
@@ -688,6 +709,12 @@ class Fit:
             versions = [getattr(logger, "version", None) for logger in self.trainer.loggers]
             progress.versions = self.strategy.broadcast(versions)
         self.logs.enter_world(progress.versions, is_resumed=is_resumed)
+        if is_resumed and self.trainer.ckpt_path:
+            get_logger().info(
+                "fit() continues from the job's own state, after %d optimizer steps, and not from "
+                "ckpt_path=%s",
+                *(self.epochs.global_step, self.trainer.ckpt_path),
+            )
 
     # -- the function of run.retry ------------------------------------------------------------
 
@@ -755,8 +782,15 @@ class Fit:
     def _start(self) -> None:
         """Call on_train_start in each process; on one that joins, others do not call it."""
         self.is_alone = self.progress.is_started
+        trainer, val_loop = self.trainer, self.epochs.val_loop
         try:
+            if self.is_alone:
+                self.progress.reload()
             self.loop.on_run_start()
+            if trainer.enable_validation:  # later, it would be a meeting of this rank alone
+                trainer.validating = True
+                val_loop.setup_data()
+                trainer.training = True
         finally:
             self.is_alone = False
         self._has_started = self.progress.is_started = True
@@ -785,12 +819,30 @@ class Fit:
                 self._once("validation", self._end_step)
             if epochs.done:
                 break
+            if self._is_after_batch():
+                self._once("rest of a step", self._continue_checkpoint)
+                continue
             try:
                 self._step(fetcher)
             except StopIteration:  # on_train_batch_start has returned -1
                 break
             finally:
                 epochs.on_iteration_done()
+
+    def _is_after_batch(self) -> bool:
+        """Whether ``fit(ckpt_path=…)`` continues with a validation after a batch, or after it."""
+        epochs = self.epochs
+        is_evaluation = epochs.val_loop.restarted_mid_evaluation or epochs.restarted_on_last
+        return bool(
+            epochs.restarting
+            and is_evaluation
+            and epochs._should_check_val_fx(self.loop._data_fetcher)
+        )
+
+    def _continue_checkpoint(self) -> None:
+        self.epochs.advance(self.loop._data_fetcher)  # without a batch
+        self.epochs.on_advance_end(self.loop._data_fetcher)
+        self.epochs.on_iteration_done()
 
     def _open(self, fetcher: Any) -> None:
         read = self.epochs.batch_progress.current.ready
@@ -813,10 +865,10 @@ class Fit:
                 epochs.on_advance_end(fetcher)
                 epochs.on_iteration_done()
                 epochs.advance(fetcher)
-            if epochs._should_check_val_fx(fetcher):
+            if self._is_validation_due(fetcher):
                 self.progress.owes_validation = True
             else:
-                epochs.on_advance_end(fetcher)
+                self._end_batch(fetcher, validate=False)
         except StopIteration:
             self._commit()
             raise
@@ -833,7 +885,24 @@ class Fit:
 
     def _end_step(self) -> None:
         self.progress.owes_validation = False
-        self.epochs.on_advance_end(self.loop._data_fetcher)
+        self._end_batch(self.loop._data_fetcher, validate=True)
+
+    def _is_validation_due(self, fetcher: Any) -> bool:
+        is_due = bool(self.epochs._should_check_val_fx(fetcher))
+        if getattr(self.trainer, "_val_check_time_interval", None) is None:
+            return is_due
+        return bool(self.strategy.broadcast(is_due))  # clocks of ranks differ
+
+    def _end_batch(self, fetcher: Any, *, validate: bool) -> None:
+        trainer = self.trainer
+        if (interval := getattr(trainer, "_val_check_time_interval", None)) is None:
+            self.epochs.on_advance_end(fetcher)
+            return
+        trainer._val_check_time_interval = -math.inf if validate else math.inf
+        try:
+            self.epochs.on_advance_end(fetcher)
+        finally:
+            trainer._val_check_time_interval = interval
 
 
 # ----------------------------------------------------------------------------
@@ -847,7 +916,6 @@ def _define(package: str) -> Any:
     environments: Any = importlib.import_module(f"{fabric}.plugins.environments")
     reset_seed = importlib.import_module(f"{fabric}.utilities.seed").reset_seed
     base: Any = importlib.import_module(f"{package}.strategies")
-    redirection: Any = importlib.import_module(f"{package}.strategies.strategy")
 
     class Environment(environments.ClusterEnvironment):  # type: ignore[misc]
         """The ranks of the current world; before the first one, those of the largest."""
@@ -912,7 +980,6 @@ def _define(package: str) -> Any:
             self._fit: Fit | None = None
             self.run = elastic.join(checkpoints=checkpoints, when=when, keep=keep, seed=seed)
             super().__init__(cluster_environment=Environment(self.run), **options)
-            self._forward_redirection = redirection._ForwardRedirection()
 
         # -- the world ------------------------------------------------------------------------
 
@@ -973,20 +1040,18 @@ def _define(package: str) -> Any:
                     "trainer.fit() is called twice in this process, in one job",
                     hint="call it once, with max_epochs for all phases, or in one job each",
                 )
-            if is_fit:
-                _check_trainer(trainer)
             self._trainer = trainer
+            if trainer.evaluating and self._is_alone and self.run.largest_world > 1:
+                raise ConfigError(
+                    f"trainer.{trainer.state.fn.value}() before trainer.fit(): there is no world "
+                    "yet, whose ranks could share it",
+                    hint="call it after fit(), or in a job without fit()",
+                )
             super().setup(trainer)
             if is_fit:
                 self._fit = Fit(self, trainer, is_private=_is_progress_bar(pl))
-            else:
-                self._wrap_evaluation(trainer)
-
-        def _sync_module_states(self) -> None:
-            """All ranks have the job's state."""
-
-        def _wrap_evaluation(self, trainer: Any) -> None:
-            pass
+            elif trainer.evaluating:
+                _repeat_if_interrupted(self.run, trainer._evaluation_loop)
 
         def _setup_model(self, model: nn.Module) -> Any:
             return self.run.wrap(model, **self._ddp_kwargs)
@@ -1018,9 +1083,6 @@ def _define(package: str) -> Any:
             assert self._fit is not None
             self.weight = self._fit.weight
             try:
-                if not self.lightning_module.automatic_optimization:
-                    with self.precision_plugin.train_step_context():
-                        return self.lightning_module.training_step(*args, **options)
                 return super().training_step(*args, **options)
             finally:
                 self.weight = 1.0
@@ -1032,12 +1094,6 @@ def _define(package: str) -> Any:
             if (weight := self._fit.weight) != 1.0:
                 closure_loss = closure_loss * weight
             return super().backward(closure_loss, optimizer, *args, **options)
-
-        def pre_backward(self, closure_loss: Any) -> None:
-            """Nothing: the wrapped module prepares for backward passes itself."""
-
-        def post_backward(self, closure_loss: Any) -> None:
-            """Nothing, likewise."""
 
         # -- files and the end ----------------------------------------------------------------
 
@@ -1088,12 +1144,15 @@ def _refuse_options(options: dict[str, Any]) -> None:
         raise ConfigError(f"ElasticStrategy({name}=…) is not supported", hint=refused[name])
 
 
-def _check_trainer(trainer: Any) -> None:
-    """Raise ConfigError for what cannot recover in process."""
-    if trainer.accumulate_grad_batches < 1 or trainer.overfit_batches:
-        return
-    for optimizer in ():
-        del optimizer
+def _repeat_if_interrupted(run: Run, loop: Any) -> None:
+    """Let an evaluation after ``fit`` survive faults, too."""
+    evaluate = type(loop).run.__get__(loop)
+
+    def results() -> list[dict[str, float]]:
+        loop._results.reset()  # what an interrupted evaluation has added up
+        return [{name: float(v) for name, v in each.items()} for each in evaluate()]
+
+    loop.run = lambda: run.once(f"lightning {loop._stage.value}", results)
 
 
 def _check_loader(loader: Any) -> None:

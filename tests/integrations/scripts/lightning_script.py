@@ -30,7 +30,9 @@ OPTIONS = {
     "save": {},
     "logger": "csv",
     "ema": False,
-    "die": None,
+    "test": False,
+    "averaging": False,
+    "gan": False,
     **GIVEN,
 }
 
@@ -92,6 +94,9 @@ class Data(pl.LightningDataModule):
         ]
         return loaders[0] if len(loaders) == 1 else loaders
 
+    def test_dataloader(self):
+        return DataLoader(data(9, 20), batch_size=OPTIONS["batch"])
+
     def val_dataloader(self):
         return DataLoader(data(9, 20), batch_size=OPTIONS["batch"])
 
@@ -139,6 +144,16 @@ class Classifier(pl.LightningModule):
         loss = sum(F.cross_entropy(self(x), y) for x, y in batches)
         maybe_die("train", self)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        if OPTIONS["gan"]:
+            parts = zip(self.optimizers(), (self.net[0], self.net[2]), strict=True)
+            for optimizer, _ in parts:
+                self.toggle_optimizer(optimizer)
+                loss = sum(F.cross_entropy(self(x), y) for x, y in batches)
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+            return None
         if OPTIONS["manual"]:
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -154,6 +169,12 @@ class Classifier(pl.LightningModule):
         self.outputs.append(float(loss))
         self.log("val_loss", loss, sync_dist=True)
 
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        maybe_die("test", self)
+        self.log("test_loss", loss, sync_dist=True)
+
     def on_validation_epoch_end(self):
         self.log("outputs", float(len(self.outputs)), sync_dist=True)
         self.outputs.clear()
@@ -162,6 +183,8 @@ class Classifier(pl.LightningModule):
         maybe_die("save", self)
 
     def configure_optimizers(self):
+        if OPTIONS["gan"]:
+            return [torch.optim.AdamW(self.net[i].parameters(), lr=0.05) for i in (0, 2)]
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         if not OPTIONS["scheduler"]:
             return optimizer
@@ -180,6 +203,16 @@ def maybe_die(place, module):
         pass  # died in a validation
     elif place == "save":
         pass  # died in a save
+    elif place == "test":
+        pass  # died in a test
+
+
+def strategy():
+    if not OPTIONS["gan"]:
+        return OPTIONS["strategy"]
+    if OPTIONS["strategy"] == "ddp":
+        return "ddp_find_unused_parameters_true"
+    return elastic.integrations.lightning.ElasticStrategy(find_unused_parameters=True)
 
 
 torch.manual_seed(3)
@@ -199,13 +232,15 @@ if OPTIONS["patience"]:
     callbacks.append(EarlyStopping("val_loss", patience=OPTIONS["patience"]))
 if OPTIONS["ema"]:
     callbacks.append(Ema())
+if OPTIONS["averaging"]:
+    callbacks.append(pl.callbacks.WeightAveraging())
 trainer = pl.Trainer(
     **{
         "accelerator": "cpu",
         "devices": 1,
         "num_nodes": OPTIONS["ranks"],
         "max_epochs": OPTIONS["epochs"],
-        "strategy": OPTIONS["strategy"],
+        "strategy": strategy(),
         "callbacks": callbacks,
         "logger": CSVLogger(folder),
         "log_every_n_steps": 1,
@@ -230,5 +265,8 @@ result = {
 if OPTIONS["ema"]:
     result |= {f"ema {n}": w for n, w in callbacks[-1].weights.items()}
     result["ema updates"] = callbacks[-1].updates
+if OPTIONS["test"]:
+    (tested,) = trainer.test(module, datamodule=Data(), verbose=False)
+    result |= tested
 if PLAIN_RANK:
     os._exit(0)
