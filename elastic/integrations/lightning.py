@@ -319,18 +319,21 @@ class Progress:
         loop = self._trainer.fit_loop
         return loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch
 
-    def reload(self) -> None:
-        """Request the loaders that other ranks have requested while this one was not there."""
-        loop, before = self._trainer.fit_loop, self._epochs_of_loaders()
-        if self.loaded is None or before == self.loaded:
-            return
-        if before[0] != self.loaded[0]:
+    def load_data(self, *, is_alone: bool) -> None:
+        """Request the loaders that all ranks have by now. ``is_alone``: this rank has joined."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        val_loop = loop.epoch_loop.val_loop
+        train_epoch, val_epoch = self.loaded if is_alone and self.loaded else (None, None)
+        if train_epoch is not None and loop._last_train_dl_reload_epoch != train_epoch:
             loop._combined_loader = None
             loop.setup_data()
-        if before[1] != self.loaded[1]:
-            loop.epoch_loop.val_loop._combined_loader = None
-        loop._last_train_dl_reload_epoch = self.loaded[0]
-        loop.epoch_loop.val_loop._last_val_dl_reload_epoch = self.loaded[1]
+        if trainer.enable_validation:  # later, it would be a meeting of this rank alone
+            trainer.validating = True
+            val_loop.setup_data()
+            trainer.training = True
+        if train_epoch is not None:
+            loop._last_train_dl_reload_epoch = train_epoch
+            val_loop._last_val_dl_reload_epoch = val_epoch
 
     def _state_of(self, callback: Any) -> dict[str, Any]:
         if self._is_private(callback):
@@ -392,7 +395,7 @@ class Averages:
         self._run, self._results = run, results
         self._totals: dict[str, list[float]] = {}  # the sum, and the number of samples
         self._own: dict[str, tuple[Any, Any]] = {}  # of this rank, up to the last batch
-        self._sums: Mapping[str, float] = {}
+        self._sums: list[Mapping[str, float]] = []  # of the current step
 
     def state_dict(self) -> dict[str, Any]:
         """The sums of all ranks."""
@@ -408,7 +411,7 @@ class Averages:
 
     def begin_step(self) -> None:
         """Called before the first batch of a step."""
-        self._sums = {}
+        self._sums = []
         self._own = {key: _totals(metric) for key, metric in self._shared()}
 
     def give(self) -> None:
@@ -421,13 +424,16 @@ class Averages:
             values[f"{key}:value"] = (value - before).double()
             values[f"{key}:weight"] = float(weight - weight_before)
         if values:
-            self._sums = self._run.sum_with_gradients(**values)
+            sums = self._run.sum_with_gradients(**values)
+            if not any(sums is earlier for earlier in self._sums):  # of passes under no_sync()
+                self._sums.append(sums)
 
     def end_step(self) -> None:
         """Called after the last batch of a step: add the sums of all ranks."""
-        for name, number in self._sums.items():
-            key, _, what = name.rpartition(":")
-            self._totals.setdefault(key, [0.0, 0.0])[what == "weight"] += number
+        for sums in self._sums:
+            for name, number in sums.items():
+                key, _, what = name.rpartition(":")
+                self._totals.setdefault(key, [0.0, 0.0])[what == "weight"] += number
 
     def end_epoch(self, callback_metrics: dict[str, Any]) -> None:
         """Let Lightning read the values of all ranks. A rank that has joined after the last step
@@ -439,7 +445,7 @@ class Averages:
                 total = torch.tensor(value / weight if weight else value)
                 callback_metrics.update({name: total, f"{name}_epoch": total})
             else:
-                total = value / weight if metric.meta.is_mean_reduction else value
+                total = value / weight if weight and metric.meta.is_mean_reduction else value
                 metric._computed = torch.as_tensor(total).to(metric.value)
 
     def _shared(self) -> Iterator[tuple[str, Any]]:
@@ -782,15 +788,9 @@ class Fit:
     def _start(self) -> None:
         """Call on_train_start in each process; on one that joins, others do not call it."""
         self.is_alone = self.progress.is_started
-        trainer, val_loop = self.trainer, self.epochs.val_loop
         try:
-            if self.is_alone:
-                self.progress.reload()
+            self.progress.load_data(is_alone=self.is_alone)
             self.loop.on_run_start()
-            if trainer.enable_validation:  # later, it would be a meeting of this rank alone
-                trainer.validating = True
-                val_loop.setup_data()
-                trainer.training = True
         finally:
             self.is_alone = False
         self._has_started = self.progress.is_started = True
