@@ -31,6 +31,7 @@ OPTIONS = {
     "logger": "csv",
     "ema": False,
     "test": False,
+    "checkpoints": 0,  # steps between two of the job's own
     "averaging": False,
     "gan": False,
     **GIVEN,
@@ -208,6 +209,10 @@ def maybe_die(place, module):
 
 
 def strategy():
+    if OPTIONS["checkpoints"] and OPTIONS["strategy"] != "ddp":
+        return elastic.integrations.lightning.ElasticStrategy(
+            checkpoints=f"{OPTIONS['folder']}/job", when=OPTIONS["checkpoints"]
+        )
     if not OPTIONS["gan"]:
         return OPTIONS["strategy"]
     if OPTIONS["strategy"] == "ddp":

@@ -1,0 +1,200 @@
+"""Lightning with recovery in process: equal to plain Lightning on the largest world, undisturbed.
+
+Weights, counters, learning rates, validations, callbacks, files and log entries are compared.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.testing.small_world.world import STOP, Death, RunOutcome, SmallWorld
+
+pytest.importorskip("lightning.pytorch", reason="needs torch-elastic-harness[lightning]")
+
+SCRIPT = Path(__file__).parent / "scripts" / "lightning_script.py"
+SIZE = 3
+EQUAL = 1e-12
+
+Options = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[SmallWorld]:
+    with SmallWorld(imports=["lightning.pytorch", "torchmetrics"]) as made:
+        yield made
+
+
+def line_of(place: str) -> int:
+    """The line of the script that runs in a training step, a validation, a save or a test."""
+    lines = SCRIPT.read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if line.endswith(f"# died in a {place}"))
+
+
+def death(place: str, event: int, rank: int) -> Death:
+    return Death(rank=rank, event=event, line=line_of(place))
+
+
+@dataclass
+class Lightning:
+    """Runs of the script with the same options. ``plain``: by plain Lightning, undisturbed."""
+
+    world: SmallWorld
+    folder: Path
+    options: Options
+
+    def run(self, name: str, *, size: int = SIZE, **options: Any) -> RunOutcome:
+        given = {**self.options, "folder": str(self.folder / name), **options.pop("script", {})}
+        return self.world.run(
+            SCRIPT,
+            self.folder / f"{name}-run",
+            size=size,
+            arguments=[json.dumps(given)],
+            is_counted=False,
+            **options,
+        )
+
+    @functools.cached_property
+    def plain(self) -> dict[str, torch.Tensor]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        outcome = self.run("plain", size=1, script={"strategy": "ddp", "port": port})
+        outcome.assert_success(workers=1)
+        return outcome.survivors[0].result
+
+    def assert_as_plain(self, name: str, outcome: RunOutcome, *, workers: int) -> None:
+        outcome.assert_success(workers=workers)
+        for worker in outcome.survivors:
+            assert worker.result.keys() == self.plain.keys()
+            for key, value in self.plain.items():
+                given = worker.result[key]
+                torch.testing.assert_close(
+                    given.double(), value.double(), rtol=0, atol=EQUAL, msg=lambda m: f"{key}: {m}"
+                )
+        assert self.files(name) == self.files("plain")
+        assert self.entries(name) == self.entries("plain")
+
+    def files(self, name: str) -> list[str]:
+        saved = (self.folder / name / "saved").glob("*.ckpt")
+        return sorted(path.name for path in saved)
+
+    def entries(self, name: str) -> list[dict[str, float]]:
+        (path,) = (self.folder / name).rglob("metrics.csv")
+        with path.open() as file:
+            return [
+                {key: round(float(v), 9) for key, v in row.items() if v}
+                for row in csv.DictReader(file)
+            ]
+
+
+Make = Callable[..., Lightning]
+
+
+@pytest.fixture
+def lightning(world: SmallWorld, tmp_path: Path) -> Make:
+    return lambda **options: Lightning(world, tmp_path, options)
+
+
+EVERYDAY: Options = {
+    "ema": True,
+    "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 0.5},
+}
+DEATHS = {
+    "a training step": ("training step", 8, 1),
+    "a training step of rank 0": ("training step", 9, 0),
+    "a validation": ("validation", 3, 1),
+    "a validation of rank 0": ("validation", 5, 0),
+    "the sanity check": ("validation", 1, 2),
+    "a save of rank 0": ("save", 2, 0),
+}
+
+
+def test_an_everyday_script_equals_plain_lightning(lightning: Make) -> None:
+    jobs = lightning(**EVERYDAY)
+    jobs.assert_as_plain("elastic", jobs.run("elastic"), workers=SIZE)
+    for name, place in DEATHS.items():
+        outcome = jobs.run(name, death=death(*place))
+        assert outcome.died_at
+        jobs.assert_as_plain(name, outcome, workers=SIZE - 1)
+    outcome = jobs.run("join", death=death("training step", 12, 2), is_replaced=True)
+    jobs.assert_as_plain("join", outcome, workers=SIZE)
+
+
+SCRIPTS: dict[str, Options] = {
+    "early stopping, plateau, data workers, saves by step": {
+        "workers": 1,
+        "patience": 1,
+        "epochs": 6,
+        "scheduler": "plateau",
+        "save": {"every_n_train_steps": 2, "save_top_k": -1},
+    },
+    "manual optimization": {"manual": True, "scheduler": "", "epochs": 2},
+    "two optimizers": {"gan": True, "manual": True, "scheduler": "", "epochs": 2},
+    "several loaders, averaged weights": {
+        "loaders": 2,
+        "samples": 48,
+        "averaging": True,
+        "epochs": 2,
+        "scheduler": "epoch",
+        "trainer": {"accumulate_grad_batches": 3},
+    },
+    "loaders of each epoch": {
+        "epochs": 2,
+        "trainer": {"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1},
+    },
+    "limits": {"epochs": 2, "trainer": {"limit_train_batches": 4, "max_steps": 6}},
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_other_scripts_equal_plain_lightning(lightning: Make, name: str) -> None:
+    jobs = lightning(**SCRIPTS[name])
+    outcome = jobs.run("killed", death=death("training step", 4, 0))
+    assert outcome.died_at
+    jobs.assert_as_plain("killed", outcome, workers=SIZE - 1)
+    outcome = jobs.run("join", death=death("training step", 3, 1), is_replaced=True)
+    jobs.assert_as_plain("join", outcome, workers=SIZE)
+
+
+def test_an_evaluation_after_fit_is_repeated(lightning: Make) -> None:
+    jobs = lightning(test=True, epochs=1)
+    outcome = jobs.run("killed", death=death("test", 2, 1))
+    assert outcome.died_at
+    jobs.assert_as_plain("killed", outcome, workers=SIZE - 1)
+
+
+def test_a_job_continues_from_its_own_checkpoint(lightning: Make) -> None:
+    # Killed after a save of Lightning that is newer than the job's own: it is saved again.
+    jobs = lightning(checkpoints=3, save={"every_n_train_steps": 1, "save_top_k": -1})
+    killed = jobs.run("job", death=death("training step", 10, 1), on_death=STOP)
+    assert killed.died_at
+    again = jobs.run("job")
+    again.assert_success(workers=SIZE)
+    assert "state-restored source='disk'" in "".join(w.log for w in again.workers)
+    steps_of_plain = jobs.plain.pop("validations"), jobs.plain.pop("rates")
+    result = again.survivors[0].result
+    for key, value in jobs.plain.items():
+        torch.testing.assert_close(result[key].double(), value.double(), rtol=0, atol=EQUAL)
+    assert result["validations"].tolist() == steps_of_plain[0].tolist()
+    assert result["rates"].tolist() == steps_of_plain[1].tolist()
+    assert jobs.files("job") == jobs.files("plain")
+    assert jobs.entries("job") == jobs.entries("plain")
+
+
+def test_the_other_package_of_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning")
+    with SmallWorld(imports=["pytorch_lightning", "torchmetrics"]) as other:
+        options = {"package": "pytorch_lightning", "epochs": 1, "trainer": {"num_nodes": 7}}
+        jobs = Lightning(other, tmp_path, options)
+        outcome = jobs.run("elastic", death=death("training step", 2, 0))
+        outcome.assert_success(workers=SIZE - 1)
+        assert [w.steps for w in outcome.survivors] == [5, 5]
