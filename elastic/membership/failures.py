@@ -401,6 +401,16 @@ RULES: tuple[Rule, ...] = (
         r"expected scalar type \w+ but found",
         r"(input|output) channels?, but got",
     ),
+    _rule(
+        "fixed-number-of-nodes",
+        Action.STOP,
+        Confidence.HIGH,
+        "Lightning refuses a world of another size than num_nodes, and the job would fail again in "
+        "each such world: use ElasticStrategy (docs/how-to/lightning.md), or compute num_nodes "
+        "from WORLD_SIZE",
+        # fabric/plugins/environments/torchelastic.py, validate_settings
+        r"num_nodes=\d+` in lightning, but the product.* does not match the world size",
+    ),
     # -- the rest of the fabric ----------------------------------------------------------------
     _rule(
         "transport",
