@@ -32,13 +32,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import elastic
-from elastic.errors import ConfigError, TrainingError
+from elastic.errors import ConfigError
 from elastic.groups.world import World
 from elastic.telemetry.log import get_logger
 from elastic.train.loader import BatchInfo, ElasticLoader
@@ -94,11 +93,8 @@ _NAMES = {
         "_should_accumulate": "",
         "_should_check_val_fx": "data_fetcher",
     },
-    "loops.evaluation_loop._EvaluationLoop": {"run": "", "setup_data": ""},
+    "loops.evaluation_loop._EvaluationLoop": {"setup_data": "", "teardown": ""},
     "trainer.trainer.Trainer": {"_run_sanity_check": ""},
-    "strategies.strategy._ForwardRedirection": {
-        "__call__": "wrapper_module original_module method_name args kwargs"
-    },
     "trainer.connectors.logger_connector.result._ResultCollection": {"reset": "metrics fx"},
     "callbacks.ModelCheckpoint": {"file_exists": "filepath trainer"},
 }
@@ -911,6 +907,8 @@ class Fit:
 
 def _define(package: str) -> Any:
     """The strategy for one of Lightning's packages."""
+    if name := missing_names(package):
+        return _define_restarting(package, name)
     pl: Any = importlib.import_module(package)
     fabric = _PACKAGES[package]
     environments: Any = importlib.import_module(f"{fabric}.plugins.environments")
@@ -1072,8 +1070,8 @@ def _define(package: str) -> Any:
         _trainer: Any = None
 
         def _position(self) -> tuple[int, int]:
-            loop = self._trainer.fit_loop
-            return loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready
+            batches = self._trainer.fit_loop.epoch_loop.batch_progress
+            return self._start()[0], batches.current.ready
 
         def _start(self) -> tuple[int, int]:
             return self._trainer.fit_loop.epoch_progress.current.processed, 0
@@ -1117,15 +1115,51 @@ def _define(package: str) -> Any:
             self.model = self.lightning_module
             super().teardown()
 
-        @classmethod
-        def register_strategies(cls, strategy_registry: Any) -> None:
-            """Register ``strategy="elastic"``."""
-            if cls.strategy_name not in strategy_registry:
-                strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__)
+    return _named(ElasticStrategy, base)
 
-    ElasticStrategy.__module__, ElasticStrategy.__qualname__ = __name__, "ElasticStrategy"
-    ElasticStrategy.register_strategies(base.StrategyRegistry)
-    return ElasticStrategy
+
+def _define_restarting(package: str, missing: str) -> Any:
+    """The strategy for a version of Lightning whose loops cannot be driven: DDP in any world."""
+    base: Any = importlib.import_module(f"{package}.strategies")
+    environments: Any = importlib.import_module(f"{_PACKAGES[package]}.plugins.environments")
+
+    class Environment(environments.TorchElasticEnvironment):  # type: ignore[misc]
+        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+            """The world has the size that it has."""
+
+    class ElasticStrategy(base.DDPStrategy):  # type: ignore[misc]
+        """DDP in a world of any size. After a fault, the agent restarts the script."""
+
+        strategy_name = "elastic"
+
+        def __init__(
+            self, *, checkpoints: Any = None, when: Any = None, keep: Any = None, **options: Any
+        ) -> None:
+            options.pop("seed", None)
+            _refuse_options(options)
+            version = importlib.import_module(package).__version__
+            get_logger().warning(
+                "ElasticStrategy recovers by restarts only, like DDPStrategy: %s %s has no %s. "
+                "Install a version that docs/how-to/lightning.md names, or save and pass ckpt_path",
+                *(package, version, missing),
+            )
+            environment = Environment() if Environment.detect() else None
+            super().__init__(cluster_environment=environment, **options)
+
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]:
+            """The ranks of this world."""
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    return _named(ElasticStrategy, base)
+
+
+def _named(strategy: Any, base: Any) -> Any:
+    """The class under its public name, registered as ``strategy="elastic"``."""
+    strategy.__module__, strategy.__qualname__ = __name__, "ElasticStrategy"
+    if "elastic" not in base.StrategyRegistry:
+        base.StrategyRegistry.register("elastic", strategy, description=strategy.__doc__)
+    return strategy
 
 
 def _refuse_options(options: dict[str, Any]) -> None:
@@ -1179,4 +1213,4 @@ def _is_progress_bar(pl: Any) -> Callable[[Any], bool]:
     return lambda callback: isinstance(callback, pl.callbacks.ProgressBar)
 
 
-ElasticStrategy = next(iter([_define(package) for package in _packages()]))
+ElasticStrategy, *_ = (_define(package) for package in _packages())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import importlib.util
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -19,7 +20,10 @@ import torch
 
 from elastic.testing.small_world.world import STOP, Death, RunOutcome, SmallWorld
 
-pytest.importorskip("lightning.pytorch", reason="needs torch-elastic-harness[lightning]")
+# Not imported here, which takes seconds in each process of pytest.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="needs torch-elastic-harness[lightning]"
+)
 
 SCRIPT = Path(__file__).parent / "scripts" / "lightning_script.py"
 SIZE = 3
@@ -76,10 +80,8 @@ class Lightning:
         for worker in outcome.survivors:
             assert worker.result.keys() == self.plain.keys()
             for key, value in self.plain.items():
-                given = worker.result[key]
-                torch.testing.assert_close(
-                    given.double(), value.double(), rtol=0, atol=EQUAL, msg=lambda m: f"{key}: {m}"
-                )
+                given = worker.result[key].double()
+                torch.testing.assert_close(given, value.double(), rtol=0, atol=EQUAL, msg=key)
         assert self.files(name) == self.files("plain")
         assert self.entries(name) == self.entries("plain")
 

@@ -1,0 +1,109 @@
+"""Lightning on real agents: workers and nodes are killed, join, and start again.
+
+What such a job computes is compared with plain Lightning in tests/integrations/test_lightning.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.testing.cluster import LocalCluster
+from elastic.testing.forks.server import shared_fork_server
+from elastic.testing.node import TorchrunOptions, worker_pids
+
+SCRIPT = Path(__file__).parent / "scripts" / "lightning_job.py"
+STEPS, EPOCHS = 12, 3  # of an epoch; epochs
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        importlib.util.find_spec("lightning") is None,
+        reason="needs torch-elastic-harness[lightning]",
+    ),
+]
+
+
+class Job(LocalCluster):
+    """A job of Lightning whose places wait for a file, so that a fault meets them."""
+
+    def __init__(self, etcd: EmbeddedEtcd, folder: Path, *, nodes: int, **options: Any) -> None:
+        super().__init__(
+            [etcd.endpoint],
+            SCRIPT,
+            folder,
+            TorchrunOptions(min_nodes=1, max_nodes=nodes, conf={"last_call_s": 1.0}),
+            args=[json.dumps({"folder": str(folder), **options})],
+            fork_server=shared_fork_server(),
+        )
+
+    def wait_at(self, place: str) -> None:
+        """Until rank 0 is at a place, where it waits."""
+        self.wait_for(lambda: (self.folder / f"at-{place}").exists() or None, 120.0, f"at {place}")
+
+    def go_on(self) -> None:
+        (self.folder / "go").touch()
+
+    def results(self) -> list[dict[str, Any]]:
+        return [json.loads(p.read_text()) for p in sorted(self.folder.glob("result-*.json"))]
+
+
+def assert_complete(job: Job, *, processes: int) -> None:
+    results = job.results()
+    assert len(results) == processes
+    assert {r["global_step"] for r in results} == {STEPS * EPOCHS}
+    assert len({r["weights"] for r in results}) == 1
+    assert all(r["validations"] == [STEPS, 2 * STEPS, 3 * STEPS] for r in results)
+    saved = sorted(path.name for path in (job.folder / "saved").glob("*.ckpt"))
+    assert saved == [f"epoch={e}-step={STEPS * (e + 1)}.ckpt" for e in range(EPOCHS)]
+
+
+def test_survivors_continue_in_lightning(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    with Job(etcd, tmp_path / "job", nodes=2, place="train") as job:
+        job.start_nodes(2)
+        job.wait_at("train")
+        pids = worker_pids(job.running)
+        first = job.node_of_rank(0)
+        first.kill()  # with its agent
+        job.go_on()
+        (survivor,) = job.running
+        assert worker_pids([survivor])[survivor.name] == pids[survivor.name]
+        assert job.wait_ended()[survivor.name] == 0
+        assert_complete(job, processes=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("place", ["train", "validation", "save"])
+@pytest.mark.parametrize("fault", ["worker", "rank 0's node", "join", "all nodes"])
+def test_faults_in_lightning(
+    etcd: EmbeddedEtcd, tmp_path: Path, fault: str, place: str, accumulate: int, workers: int
+) -> None:
+    with Job(
+        etcd, tmp_path / "job", nodes=3, place=place, accumulate=accumulate, workers=workers
+    ) as job:
+        job.start_nodes(3)
+        job.wait_at(place)
+        processes = 3
+        if fault == "worker":
+            job.running[-1].kill_worker()
+        elif fault == "rank 0's node":
+            job.node_of_rank(0).kill()
+            processes = 2
+        elif fault == "join":
+            job.node_of_rank(0).kill()
+            job.start_node()
+        else:
+            for node in job.running:
+                node.kill()
+            job.go_on()
+            job.start_nodes(3)
+        job.go_on()
+        job.wait_ended()
+        assert_complete(job, processes=processes)
