@@ -23,7 +23,7 @@ CONFTESTS := build/conftests
 SPACE := $(subst ,, )
 TYPED := $(filter-out tests/kit,$(patsubst %/,%,$(wildcard tests/*/ tests/unit/*/))) tests/kill/scripts tests scripts benchmarks \
   benchmarks/scripts
-AS_USERS_WRITE := tests/idioms/(scripts|refused)/
+AS_USERS_WRITE := tests/(idioms/(scripts|refused)|integrations/scripts)/
 
 .PHONY: demo test test-all concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-bench format clean
 

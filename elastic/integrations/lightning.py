@@ -438,11 +438,12 @@ class Averages:
         for key, (value, weight) in self._totals.items():
             metric, name = metrics.get(key), key.partition(".")[2]
             if metric is None:
-                total = torch.tensor(value / weight if weight else value)
-                callback_metrics.update({name: total, f"{name}_epoch": total})
+                total = value / weight if weight else value
+                mean = torch.tensor(total, device=self._run.device)
+                callback_metrics.update({name: mean, f"{name}_epoch": mean})
             else:
                 total = value / weight if weight and metric.meta.is_mean_reduction else value
-                metric._computed = torch.as_tensor(total).to(metric.value)
+                metric._computed = metric.value.new_tensor(total)
 
     def _shared(self) -> Iterator[tuple[str, Any]]:
         for key, metric in self._results().items():
@@ -460,7 +461,7 @@ def is_shared(metric: Any) -> bool:
 
 
 def _totals(metric: Any) -> tuple[Any, Any]:
-    return metric.value, getattr(metric, "cumulated_batch_size", torch.tensor(0))
+    return metric.value, getattr(metric, "cumulated_batch_size", 0)
 
 
 def _set_totals(metric: Any, value: Any, weight: Any) -> None:
@@ -915,7 +916,7 @@ def _define(package: str) -> Any:
     reset_seed = importlib.import_module(f"{fabric}.utilities.seed").reset_seed
     base: Any = importlib.import_module(f"{package}.strategies")
 
-    class Environment(environments.ClusterEnvironment):  # type: ignore[misc]
+    class Environment(environments.ClusterEnvironment):
         """The ranks of the current world; before the first one, those of the largest."""
 
         creates_processes_externally = True
@@ -949,7 +950,7 @@ def _define(package: str) -> Any:
         def set_global_rank(self, rank: int) -> None:
             """Set by the world."""
 
-    class ElasticStrategy(base.DDPStrategy):  # type: ignore[misc]
+    class ElasticStrategy(base.DDPStrategy):
         """DDP whose ``fit`` continues in the same processes when nodes fail, leave or join.
 
         ``Trainer(strategy=ElasticStrategy(checkpoints=…))``; ``strategy="elastic"`` after this
@@ -974,6 +975,7 @@ def _define(package: str) -> Any:
             **options: Any,
         ) -> None:
             _refuse_options(options)
+            self._trainer: Any = None
             self.weight = 1.0  # of this rank's mean over its samples of the current batch
             self._fit: Fit | None = None
             self.run = elastic.join(checkpoints=checkpoints, when=when, keep=keep, seed=seed)
@@ -1067,8 +1069,6 @@ def _define(package: str) -> Any:
                 self.run, _unwrapped(dataloader), self._position if is_training else self._start
             )
 
-        _trainer: Any = None
-
         def _position(self) -> tuple[int, int]:
             batches = self._trainer.fit_loop.epoch_loop.batch_progress
             return self._start()[0], batches.current.ready
@@ -1123,11 +1123,11 @@ def _define_restarting(package: str, missing: str) -> Any:
     base: Any = importlib.import_module(f"{package}.strategies")
     environments: Any = importlib.import_module(f"{_PACKAGES[package]}.plugins.environments")
 
-    class Environment(environments.TorchElasticEnvironment):  # type: ignore[misc]
+    class Environment(environments.TorchElasticEnvironment):
         def validate_settings(self, num_devices: int, num_nodes: int) -> None:
             """The world has the size that it has."""
 
-    class ElasticStrategy(base.DDPStrategy):  # type: ignore[misc]
+    class ElasticStrategy(base.DDPStrategy):
         """DDP in a world of any size. After a fault, the agent restarts the script."""
 
         strategy_name = "elastic"

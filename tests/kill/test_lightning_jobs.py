@@ -17,7 +17,7 @@ from elastic.testing.cluster import LocalCluster
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import TorchrunOptions, worker_pids
 
-SCRIPT = Path(__file__).parent / "scripts" / "lightning_job.py"
+SCRIPT = Path(__file__).parents[1] / "integrations" / "scripts" / "lightning_job.py"
 STEPS, EPOCHS = 12, 3  # of an epoch; epochs
 
 pytestmark = [
