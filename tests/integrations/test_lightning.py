@@ -198,3 +198,79 @@ def test_the_other_package_of_lightning(tmp_path: Path) -> None:
         outcome = jobs.run("elastic", death=death("training step", 2, 0))
         outcome.assert_success(workers=SIZE - 1)
         assert [w.steps for w in outcome.survivors] == [5, 5]
+
+
+REFUSED = """
+import sys
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from elastic.integrations import lightning as integration
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def test_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(4, 1))
+
+def trainer():
+    return pl.Trainer(strategy="elastic", accelerator="cpu", max_epochs=1, logger=False,
+                      enable_progress_bar=False, enable_checkpointing=False)
+
+def samples():
+    return DataLoader(torch.ones(8, 1), batch_size=2)
+
+what = sys.argv[1]
+if what == "option":
+    integration.ElasticStrategy(ddp_comm_hook=print)
+elif what == "stream":
+    trainer().fit(Model(), DataLoader(Stream(), batch_size=2))
+elif what == "twice":
+    first = trainer()
+    first.fit(Model(), samples())
+    first.fit(Model(), samples())
+elif what == "early test":
+    trainer().test(Model(), samples())
+elif what == "other version":
+    integration._NAMES["loops.fit_loop._FitLoop"]["run"] = "another parameter"
+    strategy = integration._define("lightning.pytorch")()
+    strategy.strategy_name
+"""
+REFUSALS = {
+    "option": (1, "ElasticStrategy(ddp_comm_hook=…) is not supported"),
+    "stream": (1, "Stream cannot be divided among a changing number of ranks"),
+    "twice": (1, "trainer.fit() is called twice in this process"),
+    "early test": (2, "trainer.test() before trainer.fit()"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_cannot_recover_is_refused(world: SmallWorld, tmp_path: Path, what: str) -> None:
+    size, message = REFUSALS[what]
+    path = tmp_path / "script.py"
+    path.write_text(REFUSED)
+    outcome = world.run(path, tmp_path / "run", size=size, arguments=[what], is_counted=False)
+    assert all(f"ConfigError: {message}" in w.error for w in outcome.workers if w.error)
+    assert any(w.error for w in outcome.workers), outcome.describe()
+
+
+def test_another_version_of_lightning_recovers_by_restarts(
+    world: SmallWorld, tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(REFUSED)
+    outcome = world.run(path, tmp_path / "run", size=1, arguments=["other version"])
+    outcome.assert_success(workers=1)
+    assert "has no loops.fit_loop._FitLoop.run(another, parameter)" in outcome.workers[0].log
