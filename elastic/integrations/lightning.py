@@ -288,8 +288,9 @@ class Progress:
             "entries": self.entries,
             "loops": trainer.fit_loop.state_dict(),
             "should_stop": trainer.should_stop,
-            "has_validated": trainer.fit_loop.epoch_loop.val_loop._has_run,
+            "has_validated": self._val_loop._has_run,
             "loaded": list(self._epochs_of_loaders()),
+            "seen": [list(each) for each in self._val_loop._seen_batches_per_dataloader.items()],
             "callbacks": {str(i): self._state_of(c) for i, c in enumerate(self._callbacks)},
             "module": _scalars_of(self._module),
         }
@@ -303,12 +304,18 @@ class Progress:
         trainer.fit_loop.load_state_dict(state["loops"])
         _continue(trainer.fit_loop)
         trainer.should_stop = state["should_stop"]
-        trainer.fit_loop.epoch_loop.val_loop._has_run = state["has_validated"]
+        self._val_loop._has_run = state["has_validated"]
         self.loaded = tuple(state["loaded"])
+        self._val_loop._seen_batches_per_dataloader.clear()
+        self._val_loop._seen_batches_per_dataloader.update(state["seen"])
         for number, callback in enumerate(self._callbacks):
             self._restore(callback, state["callbacks"].get(str(number), {}))
         for name, value in state["module"].items():
             setattr(self._module, name, value)
+
+    @property
+    def _val_loop(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop.val_loop
 
     def _epochs_of_loaders(self) -> tuple[float, float]:
         """In which epochs the loaders were requested (reload_dataloaders_every_n_epochs)."""
@@ -710,6 +717,7 @@ class Fit:
         self._has_world = True
         if not progress.versions:
             versions = [getattr(logger, "version", None) for logger in self.trainer.loggers]
+            versions = [version if _is_plain(version) else None for version in versions]
             progress.versions = self.strategy.broadcast(versions)
         self.logs.enter_world(progress.versions, is_resumed=is_resumed)
         if is_resumed and self.trainer.ckpt_path:
@@ -943,6 +951,14 @@ def _define(package: str) -> Any:
 
         def node_rank(self) -> int:
             return _variable("GROUP_RANK", 0)
+
+        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+            workers = _variable("LOCAL_WORLD_SIZE", 1)
+            if num_devices != workers:
+                raise ConfigError(
+                    f"Trainer(devices={num_devices}) on a node with {workers} workers",
+                    hint=f"Trainer(devices={workers}), or torchrun --nproc-per-node={num_devices}",
+                )
 
         def set_world_size(self, size: int) -> None:
             """Set by the world."""

@@ -241,6 +241,9 @@ elif what == "twice":
     first = trainer()
     first.fit(Model(), samples())
     first.fit(Model(), samples())
+elif what == "devices":
+    pl.Trainer(strategy="elastic", accelerator="cpu", devices=2, logger=False).fit(
+        Model(), samples())
 elif what == "early test":
     trainer().test(Model(), samples())
 elif what == "other version":
@@ -252,6 +255,7 @@ REFUSALS = {
     "option": (1, "ElasticStrategy(ddp_comm_hook=…) is not supported"),
     "stream": (1, "Stream cannot be divided among a changing number of ranks"),
     "twice": (1, "trainer.fit() is called twice in this process"),
+    "devices": (1, "Trainer(devices=2) on a node with 1 workers"),
     "early test": (2, "trainer.test() before trainer.fit()"),
 }
 
