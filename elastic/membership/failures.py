@@ -408,7 +408,7 @@ RULES: tuple[Rule, ...] = (
         "Lightning refuses a world of another size than num_nodes, and the job would fail again in "
         "each such world: use ElasticStrategy (docs/how-to/lightning.md), or compute num_nodes "
         "from WORLD_SIZE",
-        # fabric/plugins/environments/torchelastic.py, validate_settings
+        # TorchElasticEnvironment.validate_settings
         r"num_nodes=\d+` in lightning, but the product.* does not match the world size",
     ),
     # -- the rest of the fabric ----------------------------------------------------------------
