@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic.agent.identity import proved_gone
@@ -132,9 +132,13 @@ class Priority:
         first = self._context.store.get(self._context.keys.node(awaited[0].node_id))
         if first is None or departed(first) is None:
             return awaited
-        entries = self._context.store.list(self._context.keys.nodes).entries
-        left = {node_id for entry in entries if (node_id := departed(entry)) is not None}
-        return tuple(member for member in awaited if member.node_id not in left)
+        return without_departed(awaited, self._context.store.list(self._context.keys.nodes).entries)
+
+
+def without_departed(awaited: Sequence[Member], entries: Iterable[Entry]) -> tuple[Member, ...]:
+    """Those of which none of the nodes' records says that they have left."""
+    left = {node_id for entry in entries if (node_id := departed(entry)) is not None}
+    return tuple(member for member in awaited if member.node_id not in left)
 
 
 def departed(entry: Entry) -> str | None:
