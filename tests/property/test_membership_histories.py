@@ -508,6 +508,7 @@ class Histories(RuleBasedStateMachine):
             if machine.acts:
                 self.ask_to_leave(machine)
         self.the_leader_decides()
+        self.nobody_is_left_where_any_node_may_lead_at_once()
         self.leaving_nodes_have_left(noticed)
         self.a_new_leader_is_elected()
         for _ in range(self.policy.max_nodes):

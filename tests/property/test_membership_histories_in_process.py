@@ -635,6 +635,7 @@ class InProcessHistories(RuleBasedStateMachine):
             if machine.acts:
                 self.ask_to_leave(machine)
         self.lead()
+        self.nobody_is_left_where_any_node_may_lead_at_once()
         self.leaving_nodes_have_left(with_hosts)
         self.a_new_leader_is_elected()
         for _ in range(self.policy.max_nodes):
