@@ -868,7 +868,7 @@ def test_nodes_that_wait_for_a_complete_replica_are_named(job: Job) -> None:
     )
     record = world("n1", "n2", limits=(2, 6), replica_size=2)
     job.put_world(record)
-    job.put_leader("n1")
+    job.put_progress(3)
     for name in ("n1", "n2"):
         job.put_node(name, record, NodeState.STARTING, replica_size=2)
     job.put_node("n3", None, NodeState.ARRIVED, replica_size=2)
