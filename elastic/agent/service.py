@@ -846,10 +846,14 @@ class NodeLoop:
             if not reaches_store:
                 self.succession.end_term()
             else:
-                self.succession.resign()
                 # (Otherwise this thread has died, and the workers may still run.)
                 is_closed = self._close_by_s is not None
-                self.registration.withdraw(have_workers_ended=is_closed)
+                # First: without a leader, others campaign once all have recorded their departure.
+                try:
+                    self.registration.withdraw(have_workers_ended=is_closed)
+                except StoreFull as error:  # it still accepts deletions
+                    self.store_events.report(error, "this node's lease will expire")
+                self.succession.resign()
             self.registration.end_lease(revoke=reaches_store)
         except CoordinationError as error:
             self.store_events.report(error, "this node's lease will expire")

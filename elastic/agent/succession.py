@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic.agent.identity import proved_gone
 from elastic.agent.leader import Leadership
 from elastic.agent.liveness import Connections, LivenessServer, Verdict, probe
 from elastic.agent.node import LIVENESS, NodeContext
-from elastic.membership.records import Keys, Leader, Node, NodeState, WorldRecord, decode, encode
+from elastic.errors import RecordError
+from elastic.membership.decision import listed
+from elastic.membership.records import (
+    Keys,
+    Leader,
+    Member,
+    Node,
+    NodeState,
+    WorldRecord,
+    decode,
+    encode,
+)
 from elastic.membership.view import Liveness
 from elastic.store.keyvalue import Entry, KeyValue, Lease
-from elastic.telemetry.events import LeaderChanged
+from elastic.telemetry.events import LeaderChanged, Waiting
+from elastic.tuning.intervals import ASK_MEMBERS_S
 
 # A follower that could not follow the leader's key retries after this.
 FOLLOW_AGAIN_S = 0.5
@@ -49,10 +62,11 @@ class LeaseOf:
 
 
 def may_campaign(
-    world: WorldRecord | None, node_id: str, *, absent_for_s: float, patience_s: float
+    awaited: Collection[str], node_id: str, *, absent_for_s: float, patience_s: float
 ) -> bool:
-    """Members have priority; others wait ``patience_s`` for a member to campaign."""
-    return world is None or node_id in world.node_ids or absent_for_s >= patience_s
+    """Nodes of the last world have priority: one of them has the newest state. Others wait
+    ``patience_s`` for one of those ``awaited``, the ids of those that have not left in order."""
+    return not awaited or node_id in awaited or absent_for_s >= patience_s
 
 
 def campaign(store: KeyValue, keys: Keys, me: Leader, lease: Lease) -> LeaderEntry | None:
@@ -89,6 +103,56 @@ def hand_over(
 _DEPARTING = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
 
 
+class Priority:
+    """The nodes that a node outside of the last world lets campaign first."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._generation = 0
+        self._awaited: tuple[Member, ...] = ()
+        self.ask_at_s = -math.inf  # when the store is asked again
+
+    def awaited(self, world: WorldRecord, now: float) -> tuple[Member, ...]:
+        """The nodes of ``world`` that have not recorded their departure, as far as this node knows.
+        Raises CoordinationError."""
+        if world.generation != self._generation:
+            self._generation, self._awaited = world.generation, world.tracked
+            self.ask_at_s = now
+        my_id = self._context.status.node.node_id
+        if not self._awaited or my_id in {member.node_id for member in world.tracked}:
+            self.ask_at_s = math.inf
+        elif now >= self.ask_at_s:
+            self.ask_at_s = now + ASK_MEMBERS_S
+            self._awaited = self._without_departed(self._awaited)
+        return self._awaited
+
+    def _without_departed(self, awaited: tuple[Member, ...]) -> tuple[Member, ...]:
+        # The others are listed only once this one has left: thousands of starting nodes would
+        # otherwise list thousands of records twice a second.
+        first = self._context.store.get(self._context.keys.node(awaited[0].node_id))
+        if first is None or departed(first) is None:
+            return awaited
+        return without_departed(awaited, self._context.store.list(self._context.keys.nodes).entries)
+
+
+def without_departed(awaited: Sequence[Member], entries: Iterable[Entry]) -> tuple[Member, ...]:
+    """Those of which none of the nodes' records says that they have left."""
+    left = {node_id for entry in entries if (node_id := departed(entry)) is not None}
+    return tuple(member for member in awaited if member.node_id not in left)
+
+
+def departed(entry: Entry) -> str | None:
+    """The id of the node that wrote this record as it left, after the end of its workers. The
+    record has no lease; nor has that of a finished node, which may still respond, and lead."""
+    if entry.lease_id:
+        return None
+    try:
+        node = decode(Node, entry.key, entry.value)
+    except RecordError:  # of another version: its node counts as one that is still there
+        return None
+    return node.node_id if node.state in (NodeState.LEAVING, NodeState.FAILED) else None
+
+
 @dataclass(frozen=True)
 class LeaderProbed:
     """The connection to the leader closed; this is the result of the probe."""
@@ -105,8 +169,11 @@ class Succession:
         self._liveness = liveness
         self._entry: LeaderEntry | None = None
         self._absent_since_s = context.clock.monotonic()
+        self._priority = Priority(context)
+        self._campaign_at_s: float | None = None  # the next attempt; None: none is due
         self._follow_at_s: float | None = None
         self._probing: threading.Thread | None = None
+        self._reported = ""  # why this node waits for a leader
         self.connections = Connections()
         self.term: Leadership | None = None
 
@@ -131,6 +198,7 @@ class Succession:
 
     def duties(self, lease: Lease | None, now: float) -> None:
         """Campaign for an absent leader; hand over a term outside the world; follow again."""
+        self._campaign_at_s = None
         if self._entry is None and lease is not None:
             self._campaign(lease, now)
         if self.term is not None:
@@ -149,32 +217,53 @@ class Succession:
     def wake_s(self) -> float | None:
         """When ``duties`` must run again."""
         if self._entry is None:
-            return self._absent_since_s + 2 * self._context.options.lease_s
+            return self._campaign_at_s
         return self._follow_at_s
+
+    @property
+    def _patience_s(self) -> float:
+        """A lease that must expire, and the time to obtain another one."""
+        return 2 * self._context.options.lease_s
 
     def _campaign(self, lease: Lease, now: float) -> None:
         # A leaving node campaigns, too: the last one to leave must write that into a world.
-        node = self._context.status.node
+        node, world = self._context.status.node, self._context.status.world
+        awaited = self._priority.awaited(world, now) if world is not None else ()
         if not may_campaign(
-            self._context.status.world,
+            {member.node_id for member in awaited},
             node.node_id,
             absent_for_s=now - self._absent_since_s,
-            patience_s=2 * self._context.options.lease_s,
+            patience_s=self._patience_s,
         ):
+            until_s = self._absent_since_s + self._patience_s
+            self._campaign_at_s = min(until_s, self._priority.ask_at_s)
+            if now >= self._absent_since_s + ASK_MEMBERS_S:  # a running job elects one before that
+                names = listed([member.name for member in awaited])
+                self._report_wait(
+                    f"there is no leader, and {names} of the last world did not leave in order: "
+                    f"waiting up to {self._patience_s:g} s for their leases to expire"
+                )
             return
         me = Leader(node_id=node.node_id, address=node.address, liveness_port=node.liveness_port)
         won = campaign(self._context.store, self._context.keys, me, lease)
         if won is not None:
             self._set(won)
 
+    def _report_wait(self, reason: str) -> None:
+        if reason != self._reported:
+            self._reported = reason
+            self._context.journal.emit(Waiting(reason=reason))
+
     def _set(self, entry: LeaderEntry | None) -> None:
         before = self._entry.leader.node_id if self._entry else None
         after = entry.leader.node_id if entry else None
         if entry is None and self._entry is not None:
             self._absent_since_s = self._context.clock.monotonic()
+            self._priority.ask_at_s = -math.inf
         self._entry = entry
         if before == after:
             return
+        self._reported = ""
         self._context.journal.emit(LeaderChanged(leader=after), level=logging.DEBUG)
         self._follow_at_s = None
         if after != self._my_id:
@@ -301,6 +390,11 @@ class Succession:
         if is_dead and reaches_store and entry == probed.entry:
             evict(self._context.store, self._context.keys, entry)
             self._set(None)
+        elif verdict.liveness is not Liveness.ALIVE and self._context.status.node.running is None:
+            self._report_wait(
+                f"the leader at {entry.leader.address} does not respond ({verdict.reason}): "
+                f"waiting up to {self._context.options.lease_s:g} s for its lease to expire"
+            )
 
     def resign(self) -> None:
         """End the term and free the key."""

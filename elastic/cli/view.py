@@ -283,8 +283,12 @@ class JobView:
     @property
     def waiting(self) -> tuple[Node, ...]:
         """The joining nodes, without records that outlive a node that has left."""
+        return tuple(node for node in self.nodes if self._is_waiting(node))
+
+    def _is_waiting(self, node: Node) -> bool:
+        inside = self.world.id_set if self.world is not None else ()
         ended = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
-        return tuple(node for node in self.joining if node.state not in ended)
+        return node.node_id not in inside and node.state not in ended
 
     def heartbeat_of(self, node: Node) -> HeartbeatView:
         """The node's heartbeat and step, as recorded by the leader."""
@@ -301,11 +305,26 @@ class JobView:
         for waiting in self.progress.waiting if self.progress is not None else ():
             if waiting.node_id == node.node_id:
                 return waiting.reason
+        if self._awaited_names and self._is_waiting(node):
+            return f"there is no leader; waiting for the leases of {self._awaited_names} to expire"
         if node.nodes_per_replica == 1:
             return ""
         from elastic.membership.replicas import why_waiting  # slow to import, and rarely needed
 
         return why_waiting(node, self.world, self.nodes)
+
+    @cached_property
+    def _awaited_names(self) -> str:
+        """While there is no leader: the nodes of the last world, except those that have left in
+        order. Starting nodes let them lead first."""
+        # (Both are on the leader's lease, and reading them may not be permitted.)
+        has_leader = self.leader is not None or self.progress is not None
+        if self.world is None or has_leader or self.is_progress_hidden:
+            return ""
+        ended = (NodeState.LEAVING, NodeState.FAILED)
+        left = {n.node_id for n in self.nodes if n.state in ended and n.running is None}
+        names = [printable(m.name, 60) for m in self.world.tracked if m.node_id not in left]
+        return ", ".join(names[:_MAX_NAMES]) + ", …" * (len(names) > _MAX_NAMES)
 
     @property
     def breakages(self) -> tuple[BreakageRecord, ...]:

@@ -74,7 +74,7 @@ class WorldEntered(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting(Event):
-    """The leader waits before it forms the next world."""
+    """The leader waits before it forms the next world, or a starting node for a leader."""
 
     reason: str  # what it waits for, a sentence
 

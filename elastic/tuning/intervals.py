@@ -38,7 +38,8 @@ STORE_SILENCE_S = 1.0
 
 # Waits of the main thread are sliced: between two slices Python runs the handlers of signals.
 MAIN_THREAD_SLICE_S = 0.2
-# A node that waits for a world whose other members keep their workers polls the store this often.
+# A node that waits for a world whose other members keep their workers polls the store this often,
+# and so does one that waits for the nodes of the last world to leave in order, or to lead.
 ASK_MEMBERS_S = 0.5
 # After this long without the store, a node whose workers have succeeded leaves without waiting for
 # the other nodes.

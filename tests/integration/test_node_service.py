@@ -594,8 +594,11 @@ def test_a_job_resumes_after_all_nodes_left_gracefully(
         node.service.leave("SIGTERM")
         node.service.close()
     assert world_in(server).members == ()
-    world = trio(start)[0].service.status.running
+    fresh = trio(start)
+    world = fresh[0].service.status.running
     assert world is not None and world.generation > 1
+    # Each departure is recorded: none of the new nodes waits for leases before it leads.
+    assert not [why for node in fresh for why in waits(node) if "leases" in why]
 
 
 def test_a_job_restarts_after_all_nodes_crashed(

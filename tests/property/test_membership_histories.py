@@ -26,8 +26,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from kit.membership_nodes import assert_waits_are_bounded, node
 
+from elastic.agent.succession import without_departed
 from elastic.membership.decision import decide, world_of
-from elastic.membership.records import Node, NodeState, Outcome, WorldRecord, group_of
+from elastic.membership.records import (
+    Member,
+    Node,
+    NodeState,
+    Outcome,
+    WorldRecord,
+    encode,
+    group_of,
+)
 from elastic.membership.view import (
     Decision,
     End,
@@ -38,6 +47,7 @@ from elastic.membership.view import (
     Proposal,
     View,
 )
+from elastic.store.keyvalue import Entry
 from elastic.tuning.intervals import permission_s
 from elastic.wire.messages import Cause, WorldState
 
@@ -100,8 +110,11 @@ class Histories(RuleBasedStateMachine):
     # ── the leader's view ────────────────────────────────────────────────────────────────
 
     def has_key(self, machine: Machine) -> bool:
-        is_permanent = machine.key.state is NodeState.FINISHED or machine.has_left_record
-        return is_permanent or machine.renews or self.now < machine.key_until_s
+        return self.is_permanent(machine) or machine.renews or self.now < machine.key_until_s
+
+    def is_permanent(self, machine: Machine) -> bool:
+        """Whether its key has no lease."""
+        return machine.key.state is NodeState.FINISHED or machine.has_left_record
 
     def view(self) -> View:
         nodes = [
@@ -449,7 +462,11 @@ class Histories(RuleBasedStateMachine):
     @rule(number=st.integers(0, 8))
     def a_node_receives_sigterm(self, number: int) -> None:
         machine = self.pick(number)
-        if machine is not None and machine.record.state is not NodeState.FINISHED:
+        if machine is not None:
+            self.ask_to_leave(machine)
+
+    def ask_to_leave(self, machine: Machine) -> None:
+        if machine.record.state is not NodeState.FINISHED:
             self.set(machine, replace(machine.record, state=NodeState.LEAVING))
             machine.leaves_by_s = min(machine.leaves_by_s, self.now + self.policy.leave_grace_s)
 
@@ -472,6 +489,35 @@ class Histories(RuleBasedStateMachine):
             machine.process_lives, machine.proved_dead = False, noticed
             machine.silent_since_s = machine.silent_since_s or self.now
 
+    def awaited(self) -> tuple[Member, ...]:
+        """The nodes that a starting node lets lead first."""
+        entries = (
+            Entry(m.key.node_id, encode(m.key), 1, lease_id=0 if self.is_permanent(m) else 1)
+            for m in self.machines.values()
+            if self.has_key(m)
+        )
+        return without_departed(self.world.tracked if self.world else (), entries)
+
+    @precondition(lambda self: self.world is not None and self.world.members)
+    @precondition(lambda self: self.ended is None and len(self.machines) < 12)
+    @rule(noticed=st.booleans())
+    def all_nodes_leave_and_others_start(self, noticed: bool) -> None:
+        """If all have recorded their departure, one of the others leads at once, and need not wait
+        for anyone."""
+        for machine in self.machines.values():
+            if machine.acts:
+                self.ask_to_leave(machine)
+        self.the_leader_decides()
+        self.nobody_is_left_where_any_node_may_lead_at_once()
+        self.leaving_nodes_have_left(noticed)
+        self.a_new_leader_is_elected()
+        for _ in range(self.policy.max_nodes):
+            self.a_node_arrives()
+        may_lead = not self.awaited()
+        self.the_leader_decides()
+        if may_lead and self.ended is None:
+            assert self.world is not None and self.world.members
+
     @rule(number=st.integers(0, 8))
     def workers_finish(self, number: int) -> None:
         machine = self.pick(number, running=True)
@@ -487,6 +533,12 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def at_most_one_world_makes_progress(self) -> None:
         assert len(self.groups()) <= 1, [w.generation for w in self.groups()]
+
+    @invariant()
+    def nobody_is_left_where_any_node_may_lead_at_once(self) -> None:
+        if self.world is not None and not self.awaited():
+            assert not any(self.machines[m.node_id].process_lives for m in self.world.tracked)
+            assert not self.groups()
 
     @invariant()
     def no_wait_is_without_a_limit(self) -> None:

@@ -27,17 +27,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from kit.membership_nodes import assert_waits_are_bounded, node
 
+from elastic.agent.succession import without_departed
 from elastic.membership.decision import decide, world_of
 from elastic.membership.records import (
     FailureReport,
+    Member,
     Node,
     NodeState,
     Outcome,
     WorldRecord,
+    encode,
     group_of,
 )
 from elastic.membership.replicas import take_seat
 from elastic.membership.view import End, Liveness, MissingMember, NodeView, Policy, Proposal, View
+from elastic.store.keyvalue import Entry
 from elastic.tuning.intervals import permission_s
 from elastic.wire.messages import Cause, NodeReplica, ReplicaSeat, WorldState
 
@@ -66,6 +70,12 @@ class Machine:
     def steps(self) -> bool:
         """Whether its workers are in a group."""
         return self.alive and self.record.running is not None
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether its key has no lease."""
+        has_left = self.record.state is NodeState.LEAVING and self.record.running is None
+        return (has_left and not self.alive) or self.record.state is NodeState.FINISHED
 
     @property
     def acts(self) -> bool:
@@ -576,6 +586,10 @@ class InProcessHistories(RuleBasedStateMachine):
     def a_node_receives_sigterm(self, number: int) -> None:
         machine = self.pick(number, steps=True)
         if machine is not None:
+            self.ask_to_leave(machine)
+
+    def ask_to_leave(self, machine: Machine) -> None:
+        if machine.record.state not in (NodeState.FINISHED, NodeState.LEAVING):
             self.put(machine, state=NodeState.LEAVING)
             machine.leaves_by_s = self.now + self.policy.leave_grace_s
 
@@ -603,6 +617,35 @@ class InProcessHistories(RuleBasedStateMachine):
             if machine.has_key:
                 self.put(machine, running=None, in_process=False, replica_start="", replica=())
 
+    def awaited(self) -> tuple[Member, ...]:
+        """The nodes that a starting node lets lead first."""
+        entries = (
+            Entry(m.record.node_id, encode(m.record), 1, lease_id=0 if m.is_permanent else 1)
+            for m in self.machines.values()
+            if m.has_key
+        )
+        return without_departed(self.world.tracked if self.world else (), entries)
+
+    @precondition(lambda self: self.ended is None and len(self.machines) < 12)
+    @rule(with_hosts=st.booleans())
+    def all_nodes_leave_and_others_start(self, with_hosts: bool) -> None:
+        """If all have recorded their departure, one of the others leads at once, and need not wait
+        for anyone."""
+        for machine in self.machines.values():
+            if machine.acts:
+                self.ask_to_leave(machine)
+        self.lead()
+        self.nobody_is_left_where_any_node_may_lead_at_once()
+        self.leaving_nodes_have_left(with_hosts)
+        self.a_new_leader_is_elected()
+        for _ in range(self.policy.max_nodes):
+            self.a_node_arrives(warm=False)
+        may_lead = not self.awaited()
+        if self.ended is None:
+            self.lead()
+        if may_lead and self.ended is None:
+            assert self.world is not None and self.world.members
+
     def dead_leases_expire(self) -> None:
         for machine in self.machines.values():
             machine.has_key = machine.has_key and machine.alive
@@ -629,6 +672,12 @@ class InProcessHistories(RuleBasedStateMachine):
         that there must be at most one."""
         whole = {(group.generation, group.nonce) for group in self.groups()}
         assert len(whole) <= 1, f"two worlds make progress: {whole}"
+
+    @invariant()
+    def nobody_is_left_where_any_node_may_lead_at_once(self) -> None:
+        if self.world is not None and not self.awaited():
+            assert not any(machine.alive for machine in self.tracked)
+            assert not self.groups()
 
     @invariant()
     def no_wait_is_without_a_limit(self) -> None:

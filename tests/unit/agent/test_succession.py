@@ -18,15 +18,19 @@ from elastic.agent.liveness import LivenessServer, Verdict
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
 from elastic.agent.succession import (
     FOLLOW_AGAIN_S,
+    LeaderEntry,
     LeaderProbed,
     Succession,
 )
 from elastic.errors import StoreUnreachable
-from elastic.membership.records import Keys, Leader, encode
+from elastic.membership.records import Keys, Leader, Node, NodeState, WorldRecord, encode
 from elastic.membership.view import Liveness
-from elastic.store.keyvalue import Entry
+from elastic.store.keyvalue import Entry, Lease
+from elastic.telemetry.events import Waiting
+from elastic.tuning.intervals import ASK_MEMBERS_S
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey
+from elastic.wire.messages import WorldState
 
 KEYS = Keys.of("/elastic", "job")
 
@@ -34,15 +38,15 @@ KEYS = Keys.of("/elastic", "job")
 class Follower:
     """n3, which follows n1 or n2; connections are only recorded."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, me: str = "n3") -> None:
         self.clock = ManualClock()
         key = SecretKey.generate()
-        context = NodeContext(
+        self.context = context = NodeContext(
             store=MemoryStore(),
             keys=KEYS,
             secret=RunSecret(key, KEYS.root),
             options=AgentOptions(),
-            status=NodeStatus(node("n3"), KEYS, 0.0),
+            status=NodeStatus(node(me), KEYS, 0.0),
             clock=self.clock,
             journal=MemoryJournal(),
         )
@@ -151,3 +155,107 @@ def test_a_follower_that_leaves_a_node_that_does_not_lead_is_not_lost(
     succession.on_connection_opened("id-n1", True)
     succession.connections.closed("id-n1", True)
     assert succession.connections.is_lost("id-n1"), "the leader does not leave its followers"
+
+
+class StartingNode:
+    """n9, which is not in the last world."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: WorldRecord) -> None:
+        follower = Follower(monkeypatch, me="n9")
+        follower.context.status.set_world(WorldEntry(last, 1, 0.0))
+        self.context, self.clock = follower.context, follower.clock
+        self.store = follower.context.store
+        self.lease = self.store.lease(self.context.options.lease_s, on_lost=lambda: None)
+        # (A term starts threads; the election is over once the key is written.)
+        monkeypatch.setattr(Succession, "_begin_term", lambda _: None)
+        self.succession = follower.succession
+
+    def write(self, record: Node, *, lease: Lease | None) -> None:
+        self.store.put(KEYS.node(record.node_id), encode(record), lease=lease)
+
+    def leads_after(self, seconds: float) -> bool:
+        self.clock.advance(seconds)
+        self.succession.duties(self.lease, self.clock.monotonic())
+        return self.store.get(KEYS.leader) is not None
+
+    @property
+    def reasons(self) -> list[str]:
+        journal = self.context.journal
+        assert isinstance(journal, MemoryJournal)
+        return [event.reason for event in journal.events if isinstance(event, Waiting)]
+
+
+def leaving_world() -> WorldRecord:
+    """A world without members, whose workers n1 and n2 may not have ended yet."""
+    both = world("n1", "n2")
+    return replace(both, members=(), leaving=both.members, state=WorldState.PAUSED)
+
+
+@pytest.mark.parametrize("last", [world("n1", "n2"), leaving_world()], ids=["members", "none"])
+def test_a_starting_node_leads_at_once_if_all_others_have_left_in_order(
+    monkeypatch: pytest.MonkeyPatch, last: WorldRecord
+) -> None:
+    starting = StartingNode(monkeypatch, last)
+    for name, state in (("n1", NodeState.LEAVING), ("n2", NodeState.FAILED)):
+        starting.write(node(name, state), lease=None)
+    assert starting.leads_after(0.0)
+    assert not starting.reasons
+
+
+def test_a_starting_node_leads_at_once_after_a_world_of_which_nothing_remains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert StartingNode(monkeypatch, replace(leaving_world(), leaving=())).leads_after(0.0)
+
+
+@pytest.mark.parametrize("last", [world("n1", "n2"), leaving_world()], ids=["members", "none"])
+@pytest.mark.parametrize("remaining", ["killed", "leaving", "finished"])
+def test_a_starting_node_waits_for_a_node_that_has_not_left_in_order(
+    monkeypatch: pytest.MonkeyPatch, remaining: str, last: WorldRecord
+) -> None:
+    starting = StartingNode(monkeypatch, last)
+    starting.write(node("n1", NodeState.LEAVING), lease=None)
+    if remaining == "leaving":
+        starting.write(node("n2", NodeState.LEAVING), lease=starting.lease)
+    elif remaining == "finished":  # it may still respond, and has a lease to lead with
+        starting.write(node("n2", NodeState.FINISHED), lease=None)
+    patience_s = 2 * starting.context.options.lease_s
+    assert not starting.leads_after(0.0)
+    assert not starting.leads_after(patience_s - 1.0)
+    (reason,) = starting.reasons
+    assert "n2 of the last world did not leave in order" in reason and "n1" not in reason
+    assert f"waiting up to {patience_s:g} s" in reason
+    assert starting.leads_after(1.0)
+
+
+def test_a_starting_node_leads_as_soon_as_the_last_departure_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starting = StartingNode(monkeypatch, leaving_world())
+    for name in ("n1", "n2"):
+        assert not starting.leads_after(ASK_MEMBERS_S)
+        assert starting.succession.wake_s == starting.clock.monotonic() + ASK_MEMBERS_S
+        starting.write(node(name, NodeState.LEAVING), lease=None)
+    assert starting.leads_after(ASK_MEMBERS_S)
+
+
+def test_a_leaving_node_of_a_world_without_members_leads_before_starting_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = leaving_world()
+    me = world("n9").members
+    assert StartingNode(monkeypatch, replace(both, leaving=both.leaving + me)).leads_after(0.0)
+
+
+def test_a_starting_node_says_that_it_waits_for_the_lease_of_a_silent_leader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starting = StartingNode(monkeypatch, world("n1", "n2"))
+    leader = Leader(node_id="id-n1", address="10.0.0.1", liveness_port=1)
+    starting.succession.learn(Entry(KEYS.leader, encode(leader), 5))
+    probed = LeaderProbed(LeaderEntry(leader, 5), Verdict(Liveness.SUSPECT, "no answer"))
+    for _ in range(2):
+        starting.succession.on_probed(probed)
+    (reason,) = starting.reasons
+    assert "10.0.0.1 does not respond (no answer)" in reason
+    assert f"{starting.context.options.lease_s:g} s for its lease to expire" in reason

@@ -170,6 +170,18 @@ def heard_of(*nodes: tuple[str, int, bool | None]) -> tuple[RecordedHeartbeat, .
 # The sentence ------------------------------------------------------------------------------------
 
 
+def test_without_a_leader_the_status_names_the_nodes_whose_leases_must_expire(job: Job) -> None:
+    """All nodes were killed, and started again; n3 had left in order."""
+    job.put_world(world("n1", "n2", "n3"))
+    job.put_node("n3", None, NodeState.LEAVING)
+    job.put_node("n4", None, NodeState.ARRIVED)
+    why = "there is no leader; waiting for the leases of n1, n2 to expire"
+    assert f"n4 waits: {why}" in sentence(job.view())
+    assert job.view().why_waiting(node("n4")) == why
+    job.put_leader("n4")
+    assert job.view().why_waiting(node("n4")) == ""
+
+
 def test_a_training_job_is_summarized(training: Job) -> None:
     view = training.view()
     assert view.state is JobCondition.TRAINING
@@ -856,6 +868,7 @@ def test_nodes_that_wait_for_a_complete_replica_are_named(job: Job) -> None:
     )
     record = world("n1", "n2", limits=(2, 6), replica_size=2)
     job.put_world(record)
+    job.put_progress(3)
     for name in ("n1", "n2"):
         job.put_node(name, record, NodeState.STARTING, replica_size=2)
     job.put_node("n3", None, NodeState.ARRIVED, replica_size=2)
