@@ -32,6 +32,8 @@ NOT_RUN = ("make demo", "source ")
 RUNS_ON = ("elastic run", "elastic dashboard")  # in a terminal of their own
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Python writes a line and its end separately, so that torchrun's workers can be in between.
+_LINE_END = re.compile(r"\n|(?<=\d)(?=\[\d\] Epoch)")
 _LOG_LINE = re.compile(r"(\S+Z [A-Z]+ +\[[^\]]*\] )([a-z-]+)((?: \w+=.*)?)( …)?$")
 _ATTRIBUTE = re.compile(r"(\w+)=('[^']*'|\"[^\"]*\"|\([^)]*\)|\S+)")
 _PROCESS = re.compile(r"\$\(pgrep -nf (?:-- )?'?([^')]+)'?\)")
@@ -49,7 +51,9 @@ _MASKS = (
 def masked(page: str) -> list[list[str]]:
     """The blocks of a page without what differs between two runs: times, sizes, counts, and the
     order of lines of several processes."""
-    return [sorted(_masked(line) for line in text.splitlines()) for _, text in _blocks(page)]
+    return [
+        sorted(_masked(line) for line in _LINE_END.split(text) if line) for _, text in _blocks(page)
+    ]
 
 
 def renewed(page: str, folder: Path) -> str:
