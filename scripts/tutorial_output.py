@@ -45,6 +45,8 @@ _MASKS = (
     (re.compile(r"#[T-]#[-#T]*Z"), "#Z"),
     (re.compile(r"[─━]+"), "─"),  # a column is as wide as its longest value
     (re.compile(r" +"), " "),
+    # A job's first seconds have neither.
+    (re.compile(r", (?:goodput #%|last checkpoint of step #)[^,]*"), ""),
 )
 
 
