@@ -15,57 +15,68 @@ tensor. :mod:`checkpoints.errors` has the exceptions; start reading at
 {'weight': tensor([1., 1.]), 'lr': 0.1}
 """
 
-from checkpoints.engine import Engine
-from checkpoints.errors import (
-    ArgumentError,
-    CheckpointError,
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    DiskFull,
-    LoadError,
-    NameTaken,
-    NotWritable,
-    ReadFailed,
-    SaveError,
-    StateError,
-    StateMismatch,
-    TornRead,
-    UnsupportedFormat,
-    WriteFailed,
-)
-from checkpoints.garbage import GarbageCollectionResult, RetainedAttempt, collect_garbage
-from checkpoints.loading import (
-    LoadResult,
-    Resolution,
-    SkippedCheckpoint,
-    latest,
-    list_checkpoints,
-    load,
-    verify,
-)
-from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage, derive_lineage
-from checkpoints.memory import NodeMemory
-from checkpoints.names import CheckpointName, new_nonce
-from checkpoints.objects import Root
-from checkpoints.policies import (
-    Automatic,
-    BestN,
-    Continuous,
-    EveryNSeconds,
-    EveryNSteps,
-    EverySeconds,
-    EverySteps,
-    LatestN,
-    OnPreemption,
-    RetentionFunction,
-    RetentionPolicy,
-    SaveContext,
-    SavePolicy,
-)
-from checkpoints.saving import SaveHandle, SaveOutcome, SaveResult, SaveStatus, WriterGroup, save
-from checkpoints.storage import LocalStorage, Storage
-from checkpoints.tiers import TieredStorage, TierFailure
-from checkpoints.tools import Difference, compare, export_to, import_from, prune
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from checkpoints.engine import Engine
+    from checkpoints.errors import (
+        ArgumentError,
+        CheckpointError,
+        CheckpointNotFound,
+        CorruptCheckpoint,
+        DiskFull,
+        LoadError,
+        NameTaken,
+        NotWritable,
+        ReadFailed,
+        SaveError,
+        StateError,
+        StateMismatch,
+        TornRead,
+        UnsupportedFormat,
+        WriteFailed,
+    )
+    from checkpoints.garbage import GarbageCollectionResult, RetainedAttempt, collect_garbage
+    from checkpoints.loading import (
+        LoadResult,
+        Resolution,
+        SkippedCheckpoint,
+        latest,
+        list_checkpoints,
+        load,
+        verify,
+    )
+    from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage, derive_lineage
+    from checkpoints.memory import NodeMemory
+    from checkpoints.names import CheckpointName, new_nonce
+    from checkpoints.objects import Root
+    from checkpoints.policies import (
+        Automatic,
+        BestN,
+        Continuous,
+        EveryNSeconds,
+        EveryNSteps,
+        EverySeconds,
+        EverySteps,
+        LatestN,
+        OnPreemption,
+        RetentionFunction,
+        RetentionPolicy,
+        SaveContext,
+        SavePolicy,
+    )
+    from checkpoints.saving import (
+        SaveHandle,
+        SaveOutcome,
+        SaveResult,
+        SaveStatus,
+        WriterGroup,
+        save,
+    )
+    from checkpoints.storage import LocalStorage, Storage
+    from checkpoints.tiers import TieredStorage, TierFailure
+    from checkpoints.tools import Difference, compare, export_to, import_from, prune
 
 __all__ = [
     "Ancestor",
@@ -131,3 +142,81 @@ __all__ = [
     "save",
     "verify",
 ]
+
+# Imported when they are used: what reads no tensors does not import torch, which takes a second.
+_HOMES = {
+    "Ancestor": "checkpoints.manifest",
+    "ArgumentError": "checkpoints.errors",
+    "Automatic": "checkpoints.policies",
+    "BestN": "checkpoints.policies",
+    "CheckpointError": "checkpoints.errors",
+    "CheckpointInfo": "checkpoints.manifest",
+    "CheckpointName": "checkpoints.names",
+    "CheckpointNotFound": "checkpoints.errors",
+    "Continuous": "checkpoints.policies",
+    "CorruptCheckpoint": "checkpoints.errors",
+    "Difference": "checkpoints.tools",
+    "DiskFull": "checkpoints.errors",
+    "Engine": "checkpoints.engine",
+    "EveryNSeconds": "checkpoints.policies",
+    "EveryNSteps": "checkpoints.policies",
+    "EverySeconds": "checkpoints.policies",
+    "EverySteps": "checkpoints.policies",
+    "GarbageCollectionResult": "checkpoints.garbage",
+    "LatestN": "checkpoints.policies",
+    "Lineage": "checkpoints.manifest",
+    "LoadError": "checkpoints.errors",
+    "LoadResult": "checkpoints.loading",
+    "LocalStorage": "checkpoints.storage",
+    "NameTaken": "checkpoints.errors",
+    "NodeMemory": "checkpoints.memory",
+    "NotWritable": "checkpoints.errors",
+    "OnPreemption": "checkpoints.policies",
+    "ReadFailed": "checkpoints.errors",
+    "Resolution": "checkpoints.loading",
+    "RetainedAttempt": "checkpoints.garbage",
+    "RetentionFunction": "checkpoints.policies",
+    "RetentionPolicy": "checkpoints.policies",
+    "Root": "checkpoints.objects",
+    "SaveContext": "checkpoints.policies",
+    "SaveError": "checkpoints.errors",
+    "SaveHandle": "checkpoints.saving",
+    "SaveOutcome": "checkpoints.saving",
+    "SavePolicy": "checkpoints.policies",
+    "SaveResult": "checkpoints.saving",
+    "SaveStatus": "checkpoints.saving",
+    "SkippedCheckpoint": "checkpoints.loading",
+    "StateError": "checkpoints.errors",
+    "StateMismatch": "checkpoints.errors",
+    "Storage": "checkpoints.storage",
+    "TierFailure": "checkpoints.tiers",
+    "TieredStorage": "checkpoints.tiers",
+    "TornRead": "checkpoints.errors",
+    "UnsupportedFormat": "checkpoints.errors",
+    "WriteFailed": "checkpoints.errors",
+    "WriterGroup": "checkpoints.saving",
+    "collect_garbage": "checkpoints.garbage",
+    "compare": "checkpoints.tools",
+    "derive_lineage": "checkpoints.manifest",
+    "export_to": "checkpoints.tools",
+    "import_from": "checkpoints.tools",
+    "latest": "checkpoints.loading",
+    "list_checkpoints": "checkpoints.loading",
+    "load": "checkpoints.loading",
+    "new_nonce": "checkpoints.names",
+    "prune": "checkpoints.tools",
+    "save": "checkpoints.saving",
+    "verify": "checkpoints.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'checkpoints' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from checkpoints import errors
 from checkpoints.commit import committed_names, read_manifest
 from checkpoints.errors import CorruptCheckpoint, LoadError, ReadFailed, StateMismatch, TornRead
@@ -42,6 +40,9 @@ from checkpoints.storage import Storage, page_cache_identity, reading
 from checkpoints.tensors import BY_NAME
 from checkpoints.tiers import readable
 from checkpoints.tree import unflatten
+
+if TYPE_CHECKING:
+    import torch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,6 +80,7 @@ class Stage:
     """What this rank reports at the end of a stage, and the combined result of all ranks."""
 
     def __init__(self) -> None:
+
         self.fact = ""
         self.files: str | None = None
         self.share_page_cache = False  # known after the stage
@@ -96,6 +98,7 @@ class Exchange:
     """The ranks of a process group while they load one checkpoint."""
 
     def __init__(self, group: ProcessGroup) -> None:
+        import torch
         import torch.distributed as dist
 
         self._dist = dist
@@ -162,6 +165,8 @@ class Exchange:
         self, rank: int, message: Sequence[Item], buffers: Mapping[str, TensorBuffer]
     ) -> tuple[torch.Tensor, Any]:
         """Broadcast a message of ``rank``: directly from its buffer if contiguous, else packed."""
+        import torch
+
         buffer = self._in_place(message, buffers)
         if buffer is None:
             buffer = torch.empty(sum(map(_padded_size, message)), dtype=torch.uint8, device="cpu")
@@ -193,6 +198,8 @@ class Exchange:
     ) -> torch.Tensor | None:
         """The buffer of a single-chunk message. All ranks agree: complete tensors have one
         layout."""
+        import torch
+
         if len(message) != 1:
             return None
         tensor, chunk = message[0]
@@ -211,6 +218,8 @@ class Exchange:
 
     def _gathered(self, data: bytes, size: int) -> list[bytes]:
         """All ranks' bytes, padded with spaces to ``size``."""
+        import torch
+
         padded = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
         gathered = torch.empty((self.size, size), dtype=torch.uint8, device=self._device)
         with self._translated():
@@ -367,6 +376,7 @@ class _MappedLoad:
     """
 
     def __init__(self, plan: LoadPlan, files: MappedCheckpoint) -> None:
+
         self._plan = plan
         self._files = files
         self._job = _LoadJob(plan, plan.live_memory())
@@ -379,6 +389,8 @@ class _MappedLoad:
 
     def take(self) -> LoadResult:
         """Copy the verified bytes. Raises TornRead if the files have changed meanwhile."""
+        import torch
+
         every = all_chunks(self._plan.manifest)
         try:
             with torch.no_grad():
@@ -505,6 +517,8 @@ class _LoadJob:
         progress: Progress | None = None,
     ) -> None:
         """Read and verify the needed chunks among ``items``."""
+        import torch
+
         target, put = into_buffers(self.buffers)
 
         def done(tensor: TensorEntry, chunk: Chunk, data: memoryview) -> None:
@@ -521,6 +535,8 @@ class _LoadJob:
 
     def finish(self) -> LoadResult:
         """Copy verified bytes into the live tensors, unless they were read into them directly."""
+        import torch
+
         plan = self.plan
         with torch.no_grad():
             for path in plan.match.fitting:

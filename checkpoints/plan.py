@@ -8,8 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from checkpoints.commit import read_manifest
 from checkpoints.errors import StateMismatch
@@ -18,6 +17,9 @@ from checkpoints.reader import MappedCheckpoint, TensorBuffer
 from checkpoints.storage import Storage
 from checkpoints.tensors import BY_NAME, Region, full_region, is_dtensor, local_of, local_regions
 from checkpoints.tree import has_plain_bytes, live_tensors, tensor_leaves, unflatten
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-import numpy
-import torch
+from typing import TYPE_CHECKING
 
 from checkpoints.commit import open_verified_size
 from checkpoints.errors import CorruptCheckpoint
@@ -29,6 +27,9 @@ from checkpoints.tensors import (
     full_region,
     regions_of,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 # ----------------------------------------------------------------------------
 # Load buffers: memory for tensors that are being read, separate until everything is verified.
@@ -352,6 +353,8 @@ def _in_parallel(work: Callable[[Batch], None], batches: Sequence[Batch]) -> Non
 def scratch(limit: int | None = None) -> Target:
     """A target for verification only: one reused buffer per thread, at most ``limit`` bytes long.
     After a longer chunk, it holds only the last bytes."""
+    import torch
+
     own = threading.local()
 
     def target(_: TensorEntry, chunk: Chunk) -> memoryview:
@@ -367,6 +370,8 @@ def scratch(limit: int | None = None) -> Target:
 
 def into_buffers(buffers: Mapping[str, TensorBuffer]) -> tuple[Target, Done]:
     """Targets in load buffers: directly where the memory is contiguous, else through a copy."""
+    import torch
+
     temporary = scratch()
 
     def target(tensor: TensorEntry, chunk: Chunk) -> memoryview:
@@ -383,6 +388,8 @@ def into_buffers(buffers: Mapping[str, TensorBuffer]) -> tuple[Target, Done]:
 
 
 def bytes_view(flat: torch.Tensor) -> memoryview:
+    import torch
+
     return flat.view(torch.uint8).numpy().data
 
 
@@ -508,6 +515,8 @@ class MappedCheckpoint:
 
     def copy(self, items: Iterable[Item], into: Mapping[str, TensorBuffer]) -> None:
         """Copy verified chunks; check :meth:`have_changed` afterwards."""
+        import numpy
+
         target, done = into_buffers(into)
 
         def work(batch: Batch) -> None:

@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
-
-import numpy
-import torch
+from typing import TYPE_CHECKING, Any
 
 from checkpoints.errors import ArgumentError, StateError
 from checkpoints.torch_private import storage_of
+
+if TYPE_CHECKING:
+    import torch
 
 # ----------------------------------------------------------------------------
 # Host memory for large tensors, on huge pages.
@@ -31,9 +31,13 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
     Reading 512 MiB into fresh memory takes 0.33 s on small pages and 0.13 s on huge ones.
     """
+    import torch
+
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE_BYTES:
         return torch.empty(shape, dtype=dtype, device="cpu")
+    import numpy
+
     memory = numpy.empty(size + _ALIGNMENT, numpy.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(shape)
@@ -351,6 +355,8 @@ def layout_of(tensor: Any, where: str = "a tensor") -> Layout:
 
 def local_of(tensor: Any) -> torch.Tensor:
     """The local tensor of a DTensor: a view without autograd."""
+    import torch
+
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local()
     return local.detach() if local.requires_grad else local
@@ -428,35 +434,44 @@ class ElementType:
     it."""
 
     name: str  # in the manifest
-    torch: torch.dtype
+    attribute: str  # of torch
     size_bytes: int
     file_name: str  # in the safetensors header
     file_shape: tuple[int, ...] = ()  # dimensions added to the shape there
 
+    @functools.cached_property
+    def torch(self) -> torch.dtype:
+        """Imports torch, which takes a second: commands that list checkpoints do not need it."""
+        import torch
 
-_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
+        dtype: torch.dtype = getattr(torch, self.attribute)
+        return dtype
+
+
+_TYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+    "C64": ("complex64", 8),
+    "C128": ("complex128", 16),
 }
 # safetensors versions that do not know these names reject the file.
-_STORED_AS = {
+_STORED_AS: dict[str, tuple[str, tuple[int, ...]]] = {
     "C64": ("F32", (2,)),
     "C128": ("F64", (2,)),
     "F8_E4M3FNUZ": ("U8", ()),
@@ -464,19 +479,16 @@ _STORED_AS = {
     "F8_E8M0": ("U8", ()),
 }
 
-
-def _known() -> dict[str, ElementType]:
-    types: dict[str, ElementType] = {}
-    for name, attribute in {**_NAMES, "C128": "complex128"}.items():
-        dtype = getattr(torch, attribute, None)
-        if dtype is not None:
-            file_name, file_shape = _STORED_AS.get(name, (name, ()))
-            types[name] = ElementType(name, dtype, dtype.itemsize, file_name, file_shape)
-    return types
+BY_NAME: dict[str, ElementType] = {
+    name: ElementType(name, attribute, size_bytes, *_STORED_AS.get(name, (name, ())))
+    for name, (attribute, size_bytes) in _TYPES.items()
+}
 
 
-BY_NAME: dict[str, ElementType] = _known()
-BY_DTYPE: dict[torch.dtype, ElementType] = {e.torch: e for e in BY_NAME.values()}
+@functools.cache
+def by_dtype() -> dict[torch.dtype, ElementType]:
+    """The element types by torch's dtype."""
+    return {element.torch: element for element in BY_NAME.values()}
 
 
 # ----------------------------------------------------------------------------
@@ -503,6 +515,8 @@ def check_held(tensor: torch.Tensor, place: Extent) -> None:
 
 def copy_to(target_bytes: torch.Tensor, tensor: torch.Tensor, place: Extent) -> None:
     """Copy ``place`` into ``target_bytes``, contiguous. Does not wait for copies from a GPU."""
+    import torch
+
     typed = target_bytes.view(tensor.dtype)
     with torch.no_grad():
         for view, before in views_of(tensor, place):
@@ -512,6 +526,8 @@ def copy_to(target_bytes: torch.Tensor, tensor: torch.Tensor, place: Extent) -> 
 
 def bytes_of(tensor: torch.Tensor, place: Extent) -> memoryview:
     """The bytes of ``place``: a view of the tensor's memory if possible, else a copy."""
+    import torch
+
     first = next(views_of(tensor, place))[0]
     if _is_plain_memory(first) and first.numel() == place.count:
         flat = first.reshape(-1)

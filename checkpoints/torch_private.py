@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from checkpoints.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -21,6 +22,8 @@ def load_dcp(path: Path) -> dict[str, Any]:
     There is no public API to load without a template state; torch's own ``format_utils`` use the
     same private names. Raises CheckpointError if the installed torch has renamed them.
     """
+    import torch
+
     try:
         from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
         from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -47,6 +50,7 @@ def load_dcp_leaves(path: Path, key: str) -> tuple[Any, dict[tuple[object, ...],
     Unlike :func:`load_dcp`, it does not rebuild the containers: DCP cannot read back some that it
     writes, such as a list with an empty dict.
     """
+    import torch
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

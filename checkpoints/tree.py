@@ -19,20 +19,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from checkpoints.errors import StateError
 from checkpoints.tensors import (
-    BY_DTYPE,
     TensorSpec,
+    by_dtype,
     is_dtensor,
     layout_of,
     local_of,
     local_regions,
     tensor_identity,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_DEPTH = 100
 MAX_INT_BITS = 1024
@@ -53,7 +54,7 @@ def flatten(state: object) -> tuple[Node, dict[str, torch.Tensor]]:
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     """The :class:`TensorSpec` of a tensor."""
     layout = layout_of(tensor) if is_dtensor(tensor) else None
-    return TensorSpec(name, BY_DTYPE[tensor.dtype].name, tuple(tensor.shape), layout)
+    return TensorSpec(name, by_dtype()[tensor.dtype].name, tuple(tensor.shape), layout)
 
 
 def unflatten(node: Node, leaf: Callable[[str, str], object]) -> Any:
@@ -96,6 +97,8 @@ def live_tensors(state: object) -> dict[str, torch.Tensor]:
 
     Raises :class:`StateError` if two tensors have one path.
     """
+    import torch
+
     tensors: dict[str, torch.Tensor] = {}
 
     def visit(item: object, path: tuple[object, ...]) -> None:
@@ -125,13 +128,16 @@ def path_name(path: tuple[object, ...]) -> str:
 
 class _Flattening:
     def __init__(self) -> None:
+        import torch
+
+        self._tensor_type = torch.Tensor
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[tuple[object, ...], str] = {}
         self._paths: set[str] = set()
 
     def node(self, item: object, path: tuple[object, ...]) -> Node:
         _check_depth(path)
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, self._tensor_type):
             return {"tensor": self._tensor(item, path)}
         if isinstance(item, Mapping):
             return self._mapping(item, path)
@@ -196,7 +202,7 @@ def _check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
             f"{_where(path)} is a {_kind(tensor)} tensor: it has no plain bytes to save",
             hint="Save the plain tensors that it consists of.",
         )
-    if tensor.dtype not in BY_DTYPE:
+    if tensor.dtype not in by_dtype():
         raise StateError(f"{_where(path)} has the type {tensor.dtype}, which cannot be saved")
 
 
@@ -206,6 +212,8 @@ def has_plain_bytes(tensor: torch.Tensor) -> bool:
     Not so for sparse, quantized, nested and meta tensors, and for wrapper subclasses, which hold
     other tensors: their data_ptr() is 0, so that two different ones look like one.
     """
+    import torch
+
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         return False
     if tensor.numel() == 0:
@@ -217,6 +225,8 @@ def has_plain_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _kind(tensor: torch.Tensor) -> str:
+    import torch
+
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     return "sparse, quantized, nested or meta"

@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
+RESULTS = ROOT / "benchmarks" / "results"
 PUBLIC = ("elastic", "checkpoints")
 OWN_FLAGS = ("--rdzv", "--nnodes")  # of torch's parser, with defaults of this package
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -46,6 +48,65 @@ def architecture(current: str) -> str:
 
 def migration(current: str) -> str:
     return str(importlib.import_module("migration_diffs").renewed(current))
+
+
+def readme(current: str) -> str:
+    """The README with the measured pauses of its comparison, from ``benchmarks/results``."""
+    ours = (
+        f"{_pause('recovery', 'kill node', 'elastic')}, "
+        f"{_pause('recovery-secured', 'kill node', 'elastic')} with authenticated connections; "
+        f"{_pause('restart', 'kill -9', 'elastic')} for unmodified scripts"
+    )
+    torchft = (
+        f"{_pause('recovery', 'kill node', 'torchft tight')} with the shortest timeouts; "
+        f"{_pause('recovery-busy', 'kill node', 'torchft default')} by default; "
+        f"nightly {_torchft_version()}"
+    )
+    measured = {
+        "**torch-elastic-harness**": ours,
+        "[torchrun]": _torchrun(),
+        "[torchft]": torchft,
+    }
+    lines = current.splitlines()
+    for number, line in enumerate(lines):
+        cells = line.split(" | ")
+        tool = next((t for t in measured if line.startswith(f"| {t}")), None)
+        if tool is not None:
+            lines[number] = " | ".join((*cells[:2], measured[tool], *cells[3:]))
+    return "\n".join(lines) + "\n"
+
+
+def _row(result: str, case: str, subject: str) -> dict[str, Any]:
+    """The row of a stored benchmark whose case and subject begin like this."""
+    document = json.loads((RESULTS / f"{result}.json").read_text(encoding="utf-8"))
+    rows = (r for r in document["rows"] if r["case"].startswith(case))
+    row: dict[str, Any] = next(r for r in rows if r["subject"].startswith(subject))
+    return row
+
+
+def _pause(result: str, case: str, subject: str) -> str:
+    """The median of kills from which all recovered, their range and number."""
+    row = _row(result, case, subject)
+    assert not row["failed"], row
+    unit, factor = ("ms", 1000.0) if row["median"] < 1 else ("s", 1.0)
+    digits = 0 if unit == "ms" or row["median"] >= 10 else 1
+    median, low, high = (f"{row[k] * factor:.{digits}f}" for k in ("median", "min", "max"))
+    return f"{median} {unit} ({low}–{high}, {row['n']} kills)"
+
+
+def _torchrun() -> str:
+    """All kills of a node under torchrun's own rendezvous: few, since each takes minutes."""
+    cases = (("recovery", "kill node"), ("recovery-busy", "kill node"), ("restart", "kill -9"))
+    rows = [_row(result, case, "torchrun-c10d") for result, case in cases]
+    pauses_s = [pause_s for row in rows for pause_s in row["samples"]]
+    kills = len(pauses_s) + sum(row["failed"] for row in rows)
+    span = f"{min(pauses_s):.0f}–{max(pauses_s):.0f} s"
+    return f"{span}; {len(pauses_s)} of {kills} kills recovered within 120 s (c10d)"
+
+
+def _torchft_version() -> str:
+    subject = _row("recovery", "kill node", "torchft tight")["subject"]
+    return str(subject).partition("(")[2].rstrip(")")
 
 
 # The public interface --------------------------------------------------------------------------
@@ -152,6 +213,7 @@ def _subclasses(kind: Any) -> set[Any]:
 # All of them -----------------------------------------------------------------------------------
 
 GENERATED: dict[Path, Callable[[str], str]] = {
+    ROOT / "README.md": readme,
     ROOT / "docs" / "architecture.md": architecture,
     ROOT / "docs" / "idioms.md": idioms_page,
     ROOT / "docs" / "metrics.md": page_of("metrics_table"),

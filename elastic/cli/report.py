@@ -25,8 +25,8 @@ _BY_SUFFIX = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic report ARGV``; returns the exit code."""
     args = parser().parse_args(list(argv))
-    output = Path(args.output) if args.output not in (None, "", "-") else None
-    form = format_of(args.format, output, is_terminal=sys.stdout.isatty())
+    output = args.output_file
+    form = format_of(args.output, output, is_terminal=sys.stdout.isatty())
     source = find_journals(args)
     if source is None:
         raise no_journals(args)
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         prog="elastic report",
         description="Show how much of a run's time made progress, where the rest went, and the "
         "cost of each change of the world. Reads journals only; the job may have ended or still "
-        "be running. -o report.html writes one self-contained page with charts.",
+        "be running. --output-file report.html writes one self-contained page with charts.",
     )
     own.add_argument("run", nargs="?", metavar="RUN", help=RUN_OR_FOLDER)
     own.add_argument(
@@ -80,15 +80,16 @@ def parser() -> argparse.ArgumentParser:
     )
     own.set_defaults(rdzv_endpoint=None)
     own.add_argument(
-        "--format",
+        "-o",
+        "--output",
         choices=("html", "md", "json"),
         help="output format (default: by FILE's extension; md on stdout)",
     )
     own.add_argument(
-        "-o",
-        "--output",
+        "--output-file",
+        type=Path,
         metavar="FILE",
-        help="write to this file: report.html (default: -, stdout)",
+        help="write to this file: report.html (default: stdout)",
     )
     return own
 
@@ -98,15 +99,16 @@ def format_of(given: str | None, output: Path | None, *, is_terminal: bool) -> s
     if output is None:
         if given == "html" and is_terminal:
             raise ConfigError(
-                "refusing to write HTML to a terminal", hint="give a file: -o report.html"
+                "refusing to write HTML to a terminal",
+                hint="give a file: --output-file report.html",
             )
         return given or "md"
     chosen = given or _BY_SUFFIX.get(output.suffix.lower())
     if chosen is None:
         shown = printable(str(output))
         raise ConfigError(
-            f"-o {shown}: the extension determines no format",
-            hint=f"for example -o report.html, or -o {shown} --format=html|md|json",
+            f"--output-file={shown}: the extension determines no format",
+            hint="for example --output-file=report.html, or add -o html|md|json",
         )
     return chosen
 

@@ -119,18 +119,6 @@ def incident_document(view: JobView, breakage: BreakageRecord) -> dict[str, Any]
     return _described(view, "incident", fields)
 
 
-def checkpoint_document(view: JobView, step: int) -> dict[str, Any]:
-    """etcd's records of the last committed checkpoint, that of ``step``."""
-    behind, cost_s = view.behind_checkpoint(step)
-    fields = {
-        "step": step,
-        "age_s": _rounded(view.checkpoint_age_s),
-        "steps_behind": behind,
-        "behind_s": _rounded(cost_s),
-    }
-    return _described(view, "checkpoint", fields)
-
-
 def names_in(breakage: BreakageRecord) -> frozenset[str]:
     """The nodes that the incident is about."""
     failed = (failure.node for failure in breakage.failures)

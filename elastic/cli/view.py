@@ -406,14 +406,6 @@ class JobView:
             return None
         return max(0.0, self.at_s - self.progress.checkpoint_at_s)
 
-    def behind_checkpoint(self, step: int) -> tuple[int | None, float | None]:
-        """Steps since the checkpoint of ``step``, and their duration; None if unknown."""
-        if self.step is None:
-            return None, None
-        behind = max(0, self.step - step)
-        rate_s = self.progress.step_time_s if self.progress is not None else 0.0
-        return behind, behind * rate_s if rate_s > 0 else None
-
 
 class Reader(Protocol):
     """The subset of :class:`~elastic.store.keyvalue.KeyValue` that reads, or one snapshot of it."""

@@ -18,6 +18,7 @@ from elastic.telemetry.goodput import (
     Lane,
     NodeGoodput,
     goodput_of_run,
+    have_left,
 )
 from elastic.telemetry.log import duration, printable
 from elastic.telemetry.reader import JournalRecord, MergedJournal, run_of
@@ -689,6 +690,7 @@ class RunReport:
     outcome_reason: str
     exit_code: int | None
     has_finished: bool  # all workers of the newest world succeeded, even if no end was recorded
+    have_left: bool  # all nodes: stopped, preempted, interrupted
     timeline: Timeline
     curves: tuple[Curve, ...]
     incidents: tuple[IncidentReport, ...]
@@ -731,6 +733,7 @@ def report_of(
         outcome_reason=reason,
         exit_code=exit_code,
         has_finished=_has_finished(records),
+        have_left=have_left(records),
         timeline=timeline_of(goodput, marks, limits.timeline),
         curves=tuple(curves_of(records, most_curves=limits.curves, most_points=limits.points)),
         incidents=tuple(incident_reports(goodput.incidents, records, checkpoints)),
@@ -770,6 +773,8 @@ def _ended(report: RunReport) -> str:
         return f"The job failed after {took}{f': {reason}' if reason else ''}."
     if report.has_finished:
         return f"All workers finished, but no agent recorded the end of the job; it took {took}."
+    if report.have_left:
+        return f"All nodes left the job, stopped or preempted, after {took}; a restart resumes it."
     return f"The job is still running, or ended without a final event; its journals cover {took}."
 
 

@@ -369,13 +369,13 @@ def _described_curve(curve: Curve, marks: Sequence[GenerationMark]) -> str:
 
 
 # ----------------------------------------------------------------------------
-# A run's report for programs: ``elastic report --format json``.
+# A run's report for programs: ``elastic report -o json``.
 
 SCHEMA = 2  # incremented when a field changes its meaning or is removed
 
 
 def document(report: RunReport) -> dict[str, Any]:
-    """The document of ``--format json``. Times are Unix times, durations seconds."""
+    """The document of ``-o json``. Times are Unix times, durations seconds."""
     goodput, findings = report.goodput, report.findings
     return {
         "schema": SCHEMA,
@@ -514,7 +514,7 @@ def page(report: RunReport | None, live: Mapping[str, Any] | None, *, title: str
 
 
 def markdown(report: RunReport) -> Iterator[str]:
-    """The output of ``--format md``, line by line."""
+    """The output of ``-o md``, line by line."""
     template = _environment(_SIZES[0]).get_template("report.md")
     title = _name_of_run(report.run_id)
     yield from template.render(report=report, title=title).strip().splitlines()

@@ -961,13 +961,15 @@ def _open_stops(
     nodes: Sequence[_NodeTime], changes: Sequence[JournalRecord], newest: int
 ) -> list[tuple[_NodeTime, Interruption]]:
     """The interruptions of an incident that is not over: a world was formed because something
-    broke, and is younger than the ``newest`` with steps. None once the job has ended."""
-    is_ended = any(record.name == "job-ended" for record in changes)
+    broke, and is younger than the ``newest`` with steps. None once the job has ended, or all nodes
+    have left it."""
+    is_ended = any(record.name == "job-ended" for record in changes) or have_left(changes)
     broken_s = min(
         (
             record.at_s
             for record in changes
-            if (record.whole("generation") or 0) > newest
+            if record.name == "world-formed"
+            and (record.whole("generation") or 0) > newest
             and record.text("cause") not in PLANNED_CAUSES
         ),
         default=inf,
@@ -976,6 +978,18 @@ def _open_stops(
         return []
     stops = [(node, stop) for node in nodes if (stop := node.open_interruption())]
     return [(node, stop) for node, stop in stops if stop.end_s > broken_s]
+
+
+def have_left(records: Iterable[JournalRecord]) -> bool:
+    """Whether all nodes have left the job: its newest world is empty, and they announced it, as
+    after ``elastic stop``, a preemption or Ctrl-C."""
+    formed, are_leaving = [], False
+    for record in records:
+        if record.name == "world-formed":
+            formed.append(record)
+        are_leaving = are_leaving or record.name == "node-leaving"
+    newest = max(formed, key=lambda r: r.whole("generation") or 0, default=None)
+    return are_leaving and newest is not None and newest.whole("size") == 0
 
 
 def _longest_pause(stopped: Sequence[tuple[_NodeTime, Interruption]]) -> Breakdown:
@@ -994,7 +1008,7 @@ def _incidents(
 
     ``newest``: the newest generation with steps.
     """
-    changes = [r for r in records if r.name in ("world-formed", "job-ended")]
+    changes = [r for r in records if r.name in ("world-formed", "job-ended", "node-leaving")]
     formed = sorted((r for r in changes if r.name == "world-formed"), key=lambda r: r.at_s)
     open_stops = _open_stops(nodes, changes, newest)
     open_s = min((stop.start_s for _, stop in open_stops), default=inf)

@@ -246,7 +246,7 @@ def rendered(name: str, scratch: Path) -> Rendered:
     if name in COMMANDS or name in PARTS:
         folder = scratch / name
         flags = COMMANDS.get(name) or PARTS[name]
-        assert kube.main(["render", f"--output={folder}", *flags]) == 0
+        assert kube.main(["render", f"--output-dir={folder}", *flags]) == 0
         return Rendered(name, kustomize(folder))
     if name == RESTORE:
         return Rendered(name, kustomize(patch(compose(scratch / "restore", "prod", ()))))

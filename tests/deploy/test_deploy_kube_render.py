@@ -27,7 +27,7 @@ def render(tmp_path: Path) -> Render:
     def run(*flags: str) -> Rendered:
         if not any(f.startswith(("--image=", "--overlay=dev")) for f in flags):
             flags = (IMAGE, *flags)
-        argv = ["render", f"--output={tmp_path / 'mine'}", *flags]
+        argv = ["render", f"--output-dir={tmp_path / 'mine'}", *flags]
         assert kube.main(argv) == 0
         return Rendered("mine", kustomize(tmp_path / "mine"))
 
@@ -240,7 +240,7 @@ def test_invalid_flags_are_rejected_before_any_file_is_written(
     if flags and not any(f.startswith("--image") for f in flags) and "trainer" not in flags[0]:
         flags = (IMAGE, *flags)
     with pytest.raises(ConfigError) as error:
-        kube.main(["render", f"--output={tmp_path / 'mine'}", *flags])
+        kube.main(["render", f"--output-dir={tmp_path / 'mine'}", *flags])
     assert said in error.value.args[0]
     assert error.value.hint
     assert rule in str(error.value)
@@ -314,15 +314,15 @@ def test_an_unusable_output_folder_is_rejected(tmp_path: Path) -> None:
     def refused(output: Path) -> str:
         before = {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
         with pytest.raises(ConfigError) as error:
-            kube.main(["render", IMAGE, f"--output={output}"])
+            kube.main(["render", IMAGE, f"--output-dir={output}"])
         assert {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()} == before
         assert error.value.hint
         return str(error.value)
 
     file = tmp_path / "file"
     file.write_text("of somebody else")
-    assert f"--output={file} is a file" in refused(file)
-    assert f"--output={file / 'below'}" in refused(file / "below")
+    assert f"--output-dir={file} is a file" in refused(file)
+    assert f"--output-dir={file / 'below'}" in refused(file / "below")
     for name in ("kustomization.yml", "Kustomization"):
         beside = tmp_path / f"with-{name}"
         beside.mkdir()

@@ -245,7 +245,7 @@ def test_the_shared_overlay_accepts_the_alerts_of_all_jobs(tmp_path: Path) -> No
 
 
 def test_monitoring_objects_get_the_given_labels(tmp_path: Path) -> None:
-    flags = (IMAGE, "--with=monitoring", "--label=release=prometheus", f"--output={tmp_path}")
+    flags = (IMAGE, "--with=monitoring", "--label=release=prometheus", f"--output-dir={tmp_path}")
     assert kube.main(["render", *flags]) == 0
     objects = kustomize(tmp_path)
     for kind in ("PodMonitor", "PrometheusRule"):

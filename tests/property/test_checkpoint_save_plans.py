@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import checkpoints
 from checkpoints.save_plan import PlannedSave, SavePlan, SavePlanner
-from checkpoints.tensors import BY_DTYPE, bytes_of
+from checkpoints.tensors import by_dtype, bytes_of
 
 BASE = torch.arange(24, dtype=torch.float32)
 WAVE = torch.complex(BASE[:6], BASE[6:12])
@@ -104,7 +104,7 @@ def test_a_kept_plan_saves_what_a_new_one_would(
         assert kept == outcome(SavePlanner(), following, writers)
 
 
-@pytest.mark.parametrize("dtype", BY_DTYPE, ids=str)
+@pytest.mark.parametrize("dtype", by_dtype(), ids=str)
 def test_small_tensors_of_each_type_are_copied_together(dtype: torch.dtype) -> None:
     raw = torch.arange(3 * 16, dtype=torch.uint8).view(3, 16) % 2
     state = [row.clone().view(dtype) for row in raw]

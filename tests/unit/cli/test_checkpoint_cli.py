@@ -36,14 +36,15 @@ def name_of(step: int) -> str:
     return f"step-{step:09d}.g0.aa"
 
 
-def test_help_and_usage_errors_import_no_torch() -> None:
+def test_what_reads_no_tensors_imports_no_torch(folder: Path) -> None:
     code = (
         "import sys, elastic.cli.main as m\n"
         "try: m.main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "print('torch' in sys.modules)\n"
     )
-    for argv in (["--help"], ["ls", "--help"], ["ls", "/there/is/none"]):
+    reads = (["ls", str(folder)], ["show", str(folder)])
+    for argv in (["--help"], ["ls", "--help"], ["ls", "/there/is/none"], *reads):
         command = [sys.executable, "-c", code, "checkpoints", *argv]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "False", argv

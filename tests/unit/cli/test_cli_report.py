@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_json_contains_every_part(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(folder), "--format=json"]) == 0
+    assert main(["report", str(folder), "-o", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == 2
     assert found["run_id"] == "*run*"
@@ -72,16 +72,17 @@ def test_markdown_escapes_text_from_journals(
     assert node.replace("\\|", "").count("|") == 5, "one row of four cells"
 
 
-def test_a_dash_is_stdout(
+def test_output_is_a_format_and_goes_to_stdout(
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["report", str(folder), "--format=json", "-o", "-"]) == 0
+    before = set(tmp_path.rglob("*"))
+    assert main(["report", str(folder), "-o", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 11
-    assert not Path("-").exists()
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_a_missing_run_is_a_usage_error(

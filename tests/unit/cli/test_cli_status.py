@@ -630,20 +630,6 @@ def test_if_all_heartbeats_are_old_the_leader_is_reported(training: Job) -> None
     assert "heartbeat" not in sentence(replace(training.view(), at_s=NOW + 60))
 
 
-def test_the_checkpoint_is_described(
-    training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli("describe", "checkpoint") == 0
-    output = capsys.readouterr().out
-    assert "step:          40\n" in output
-    assert "12 steps, 6.0 s: lost if all nodes fail now" in output
-    training.put_progress(52, checkpoint_at_s=NOW - 6)
-    output = "\n".join(describe(training.view(), "checkpoint", None))
-    assert "committed:     6.0 s ago, according to the leader's node" in output
-    training.put_progress(52, checkpoint_step=None)
-    assert cli("describe", "checkpoint") == 2
-
-
 def test_describe_as_json_has_the_documented_fields(
     training: Job,
     cli: Callable[..., int],
@@ -656,7 +642,7 @@ def test_describe_as_json_has_the_documented_fields(
     running = training.view().world
     training.put_node("n4", running, NodeState.FAILED, failure="T" * 100_000, failure_exit_code=7)
     found: dict[str, dict[str, Any]] = {}
-    for argv in (("node", "n4"), ("incident", "6"), ("checkpoint",)):
+    for argv in (("node", "n4"), ("incident", "6")):
         assert cli("describe", *argv, "-o", "json") == 0
         document_of = json.loads(capsys.readouterr().out)
         assert (document_of["schema"], document_of["run_id"]) == (1, "llama-7")
@@ -670,7 +656,6 @@ def test_describe_as_json_has_the_documented_fields(
         {"node": "n4", "exit_code": 1, "text": "Traceback:\n  boom\x1b[2J"}
     ]
     assert found["incident"]["now"].startswith("training in generation 7")
-    assert found["checkpoint"] == {"step": 40, "age_s": 6.0, "steps_behind": 12, "behind_s": 6.0}
     page = (DOCS / "reference" / "status.md").read_text()
     documented = re.findall(r"^\| `(\w+\.[\w.\[\]]+)`", page.partition("## Describe")[2], re.M)
     of_status = {f"node.{name}" for name in document(training.view())["nodes"][0]}

@@ -71,7 +71,7 @@ def test_without_a_name_the_running_job_is_meant_and_several_are_refused(
         assert main([command]) == 2
         assert "this machine has 2 jobs: " in capsys.readouterr().err
     running = register("demo", demo)
-    assert main(["report", "--format=json"]) == 0
+    assert main(["report", "-o", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["run_id"] == "demo"
     running.close()
 

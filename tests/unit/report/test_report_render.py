@@ -229,7 +229,7 @@ def test_a_damaged_journal_is_reported_with_a_note(
     (folder / "zzz.jsonl").write_bytes(b"\x00\xff" * 1000 + b"\n[]\n{}\n")
     outputs = {form: tmp_path / f"report.{form}" for form in ("html", "md", "json")}
     for output in outputs.values():
-        assert main(["report", str(folder), "-o", str(output)]) == 0
+        assert main(["report", str(folder), "--output-file", str(output)]) == 0
         assert "the report is in" in capsys.readouterr().err
     for text in (
         Page(outputs["html"].read_text()).text,
@@ -289,13 +289,13 @@ def test_the_extension_sets_the_format(tmp_path: Path, capsys: pytest.CaptureFix
     folder = tmp_path / "journals"
     write_run(folder)
     for name, begin in (("a.html", "<!DOCTYPE html>"), ("a.md", "# Run demo"), ("a.json", "{")):
-        assert main(["report", str(folder), "-o", str(tmp_path / name)]) == 0
+        assert main(["report", str(folder), "--output-file", str(tmp_path / name)]) == 0
         assert (tmp_path / name).read_text().startswith(begin)
-    assert main(["report", str(folder), "--format=html"]) == 0, "into a pipe"
+    assert main(["report", str(folder), "-o", "html"]) == 0, "into a pipe"
     assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
-    assert main(["report", str(folder), "-o", "json"]) == 2
-    assert "--format=html|md|json" in capsys.readouterr().err
-    assert main(["report", str(folder), "-o", str(tmp_path / "missing" / "a.html")]) == 2
+    assert main(["report", str(folder), "--output-file", "json"]) == 2
+    assert "-o html|md|json" in capsys.readouterr().err
+    assert main(["report", str(folder), "--output-file", str(tmp_path / "missing" / "a.html")]) == 2
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"a.html", "a.json", "a.md", "journals"}
 

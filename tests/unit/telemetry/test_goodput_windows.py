@@ -168,3 +168,30 @@ def test_a_failure_is_an_incident_before_and_after_recovery(
     assert said in report.sentence
     assert ("No step was committed" in report.sentence) == (False in is_over)
     assert report.goodput.breakdown.total_s == pytest.approx(report.goodput.duration_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_job_that_all_nodes_left_is_neither_running_nor_failed(
+    tmp_path: Path, leave: bool
+) -> None:
+    """As after ``elastic stop``, in the middle of a world: another start resumes it."""
+    agent, worker = MadeUpProcess("node-0", "agent"), MadeUpProcess("node-0", "worker")
+    place = {"rank": 0, "generation": 1}
+    world = {"state": "active", "mode": "in-process"}
+    agent.write(1.0, "world-formed", generation=1, nodes=["node-0"], size=1, cause="first", **world)
+    worker.write(8.0, "world-joined", step=0, duration_s=0.0, **place)
+    worker.window(9.0, 1.0, 1, 1, ended="first-step", **place)
+    worker.window(19.0, 10.0, 11, 10, ended="due", **place)
+    if leave:
+        agent.write(19.5, "node-leaving", reason="SIGTERM")
+    world["state"] = "paused"
+    agent.write(19.6, "world-formed", generation=2, nodes=[], size=0, cause="paused", **world)
+    worker.window(20.0, 1.0, 12, 1, ended="close", **place)
+    agent.write(21.0, "journal-closed")
+    for process in (agent, worker):
+        (tmp_path / process.path).write_text("\n".join(process.lines) + "\n")
+    report = report_of(merge(*read_folder(tmp_path)))
+    assert report.have_left is leave
+    assert ("All nodes left the job, stopped or preempted" in report.sentence) is leave
+    assert ("still running" in report.sentence) is not leave
+    assert ("There were no interruptions." in report.sentence) is leave
