@@ -199,6 +199,7 @@ class Commits:
         """
         progress = self._job.progress
         if progress.callbacks_left and not self._is_calling_back:
+            self._progress.undo_before_place()
             step = Step.past(*progress.last, self._lifecycle.world.data_size)
             self._call_back(step, progress.callbacks_left)
 
@@ -753,6 +754,7 @@ class StepLoop:
         self.lifecycle.settle()
         self.refuse_swallowed()
         self._leave_held()
+        self._progress.function_returned()
         self.settle()
         if not self._progress.is_catching_up:
             self._progress.end_function()

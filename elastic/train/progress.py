@@ -40,6 +40,7 @@ class Tag:
     passes: int = 0  # over loaders, begun since the job began
     callbacks: int = 0  # outstanding run.after_step callbacks of the last committed step
     units: int = 0  # of work between steps, finished since the job began
+    calls: int = 0  # of run.retry, completed since the job began
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,11 @@ def _of_replica(states: list[RankState]) -> RankState:
     return replace(states[0], tag=distinct.pop() if len(distinct) == 1 else None)
 
 
-def _order(state: RankState) -> tuple[int, int, int, int, int, bool]:
+def _order(state: RankState) -> tuple[int, ...]:
     assert state.tag is not None
     tag = state.tag
-    return tag.generation, tag.step, tag.passes, -tag.callbacks, tag.units, state.begun
+    at = tag.generation, tag.step, tag.calls, tag.passes, -tag.callbacks, tag.units
+    return (*at, state.begun)
 
 
 def _to_json(state: RankState) -> dict[str, Any]:
@@ -217,6 +219,11 @@ class RedoneRates:
 # beginning, and what it changes before that place has happened before the boundary, too: initial
 # weights, the ``scheduler.step()`` at the beginning of an epoch, a counter. So the boundary is
 # restored again where the function reaches the place, and such changes take effect once.
+#
+# A function may return in a step, which then ends with it: the code after the loop belongs to that
+# boundary, whose place is the end of the function.
+
+END = "run.retry"  # the place at the end of the function
 
 
 class RankProgress:
@@ -279,10 +286,20 @@ class RankProgress:
         """
         return self.retries < max(self.retries_of_others, self._returned)
 
+    @property
+    def is_past_end(self) -> bool:
+        """Whether the function runs again although it has already returned, with its last step."""
+        return self.is_before_place and self._place == END
+
     def function_returned(self) -> None:
         """Record that the training function has returned on this rank. Its last step may not be
-        committed yet."""
+        committed yet: it ends with the function."""
         self._returned = max(self._returned, self.retries + 1)
+        if self.is_past_end:
+            self.is_before_place = self._is_step_missing = False
+            self._restore_boundary()
+        elif not self.is_in_past_call:
+            self._job.progress.place = END
 
     # -- while training -----------------------------------------------------------------------
 
@@ -302,6 +319,12 @@ class RankProgress:
                 *(list(given.values()), self._job.progress.step, list(restored.values())),
             )
         return True
+
+    def undo_before_place(self) -> None:
+        """Undo what the script has changed on its way to the boundary's place: nothing of it
+        counts."""
+        if self.is_before_place:
+            self._restore_boundary()
 
     def _restore_boundary(self) -> None:
         if not self.rollback.restore():
@@ -327,6 +350,8 @@ class RankProgress:
         """Take the boundary before a step, outside of an accumulation; only note the weights if the
         step cannot be undone."""
         self._omitted = max(0, self._job.progress.calls - self.retries)
+        if self.is_past_end:
+            self.is_before_place = False  # another version of the script trains longer
         if not can_undo:
             self.rollback.note_weights()
         elif not self._is_fresh:
@@ -449,7 +474,8 @@ class RankProgress:
             module.module.zero_grad(set_to_none=True)
         if self.tag is not None:
             self._is_fresh = False
-            self.begun = step is not None
+            # The steps of an open accumulation have begun, too.
+            self.begun = step is not None or self._current.accumulation.since is not None
             if self.rollback.restore() or (may_go_back and self.rollback.restore_earlier()):
                 self.tag = tag_of(self.tag.generation, self._job.progress)
             else:
@@ -516,7 +542,14 @@ class RankProgress:
 
 def tag_of(generation: int, progress: Progress) -> Tag:
     """The position of a rank whose state is that of a boundary with this progress."""
-    return Tag(generation, progress.step, progress.passes, progress.callbacks_left, progress.units)
+    return Tag(
+        generation,
+        progress.step,
+        progress.passes,
+        progress.callbacks_left,
+        progress.units,
+        progress.calls,
+    )
 
 
 # ----------------------------------------------------------------------------

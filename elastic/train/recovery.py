@@ -336,7 +336,6 @@ class InProcess:
 
         If a rank fails before, the last step is repeated, unless it was committed already.
         """
-        self._progress.function_returned()
         if self._ends_with_others:
             self._early_leave.end()
             self._meet_all()

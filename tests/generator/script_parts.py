@@ -2221,8 +2221,7 @@ BETWEEN = (
         run.after_step(examine_some)
         """,
         result=RESULT_OF_EXAMINE,
-        # If a loop over next(batches) is left for good, the last step ends with the function.
-        excludes=("swaps", "evaluation:early stopping"),
+        excludes=("swaps",),
     ),
     Part(
         kind="between",
