@@ -336,10 +336,13 @@ class RankProgress:
                 "in train",
             )
 
-    def begin_pass(self, place: str) -> None:
-        """The script begins a pass over a loader, or a step of its own loop."""
+    def begin_pass(self, place: str, *, is_known: bool = False) -> None:
+        """The script begins a pass over a loader, or a step of its own loop. ``is_known``: it has
+        reached this pass before, and what it has changed since does not count either."""
         progress = self._job.progress
-        if not self.reach(place):
+        if is_known:
+            self._restore_boundary()
+        elif not self.reach(place):
             self.script_has_run()
             if self._rollback is not None:
                 self._rollback.script_has_run()

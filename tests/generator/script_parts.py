@@ -2165,8 +2165,6 @@ BETWEEN = (
         run.commit()
         run.mean(1, step=i)
         """,
-        # Where a pass is complete, such a loop reads no batch: the place is not reached.
-        excludes=("loop:next",),
     ),
     Part(
         kind="between",
@@ -2260,7 +2258,6 @@ BETWEEN = (
         excludes=(
             "update:accumulated over batches",
             "update:every third step skipped",
-            "loop:next",
         ),
     ),
     Part(

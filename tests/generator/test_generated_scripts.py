@@ -234,6 +234,15 @@ def test_a_last_step_that_ends_with_the_function_includes_the_code_after_its_loo
     assert " 8 steps committed" in verdict.died_at
 
 
+def test_a_loop_that_requests_no_batch_at_its_end_resumes_there(runner: Runner) -> None:
+    parts = [BY_LABEL[name] for name in ("loop:next", "scheduler:at the epoch's beginning")]
+    parts += [BY_LABEL["between:commit in the step"], BY_LABEL["evaluation:each epoch"]]
+    line = "error, seen = 0.0, 0"
+    verdict = runner.run(scenario_of(*parts, size=2, rank=1, line=line, execution=2))
+    assert not verdict.failed, verdict.describe()
+    assert " 8 steps committed" in verdict.died_at
+
+
 # -- the generator itself -------------------------------------------------------------------------
 
 
