@@ -249,6 +249,8 @@ class RankProgress:
         self._place = ""  # of the boundary with which this world began
         self.is_before_place = False  # the function runs towards the boundary's place
         self._is_step_missing = False  # some rank had begun the step after the boundary
+        # Names in run.state with values from before the units of this boundary.
+        self._shown: set[str] = set()
         self._rates = RedoneRates()
         watch.on_update = self._rates.stepping
 
@@ -327,6 +329,7 @@ class RankProgress:
             self._restore_boundary()
 
     def _restore_boundary(self) -> None:
+        self._shown.clear()
         if not self.rollback.restore():
             raise TrainingError(
                 f"weights were changed after they were restored for step {self._job.progress.step},"
@@ -347,12 +350,14 @@ class RankProgress:
             if self._rollback is not None:
                 self._rollback.script_has_run()
             progress.passes += 1
+            progress.units_before = progress.units
         progress.place = place
 
     def before_step(self, *, can_undo: bool) -> None:
         """Take the boundary before a step, outside of an accumulation; only note the weights if the
         step cannot be undone."""
         self._omitted = max(0, self._job.progress.calls - self.retries)
+        self.replay_units()
         if self.is_past_end:
             self.is_before_place = False  # another version of the script trains longer
         if not can_undo:
@@ -367,6 +372,9 @@ class RankProgress:
         # Only this copy can undo what the script changes before it reaches the boundary's place.
         self.rollback.take(with_copies=not self._job.is_rebuilt)
         self._is_fresh = True
+        self._shown.clear()
+        if self.is_before_place and self._place in self._job.loaders:
+            self._shown = self._job.show_before_units()
 
     def end_function(self) -> None:
         """Called when the function has returned.
@@ -383,6 +391,7 @@ class RankProgress:
                 hint="count a step at its end, not at its beginning: batch = next(batches); …; "
                 'optimizer.step(); run.state["step"] += 1',
             )
+        self.replay_units()
         # Nothing was left to train. The code after the loop is repeated, but not initial weights.
         self.is_before_place = False
         if self.rollback.weights_have_changed:
@@ -430,9 +439,14 @@ class RankProgress:
         if self.tag is not None:
             self.tag = dataclasses.replace(self.tag, units=self._job.progress.units)
 
-    def restore_unit(self, parts: list[list[Any]]) -> None:
+    def replay_unit(self, parts: list[list[Any]]) -> None:
         """Give what finished work has changed its values in the last boundary again."""
         self.rollback.restore_unit(parts)
+        self._shown -= {name for section, name in parts if section == "state"}
+
+    def replay_units(self) -> None:
+        """The same for all of it that the script has not repeated since the world began."""
+        self.replay_unit([["state", name] for name in sorted(self._shown)])
 
     def call_ended(self, *, takes_boundary: bool) -> None:
         """A call of run.retry is complete: a fault after it does not repeat its end.
@@ -459,6 +473,7 @@ class RankProgress:
             self._take()
 
     def _take(self) -> None:
+        self._job.progress.units_before = self._job.progress.units
         self.rollback.take()
         self._is_fresh = True
         if self.tag is not None:

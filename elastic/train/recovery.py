@@ -273,6 +273,7 @@ class InProcess:
             # Fewer nodes than the job's minimum: do not train, but save the state.
             if self._lifecycle.is_restored:
                 self._lifecycle.pause()
+            self._progress.replay_units()
             with self._lap("paused_s"):
                 self._checkpoints.save(self._job)
                 self._worlds.wait_for_newer(meanwhile=self._checkpoints.poll)
