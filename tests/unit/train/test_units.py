@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -198,7 +198,7 @@ def test_a_call_that_is_no_call_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"run\.once"):
             run.once("evaluate", wrong)
         with pytest.raises(ConfigError, match=r"run\.once"):
-            run.once(wrong and print, print)
+            run.once(cast(Any, print), print)
 
 
 # -- run.commit in a loop --------------------------------------------------------------------------
