@@ -976,7 +976,10 @@ class ElasticLoader:
         self.plan = self.sampler.plan
         self.has_item_batches = source.collation is Collation.ITEM
         self.following = Following(self.sampler)
-        self.index_was_read = False  # since the last pass began
+        # Since the last pass began. Together they begin one of which no batch is left.
+        self.index_was_read = self.is_iterated = False
+        self.rest_is_reached = False  # such a pass has begun, and no other one since
+        self._readers: set[tuple[Any, ...]] = set()  # of the index, where a pass resumes at its end
         # The position was restored at the end of a pass, and none has begun since.
         self.resumes_at_end = False
         self._is_resumed = False  # and no pass has begun since
@@ -1074,7 +1077,7 @@ class ElasticLoader:
 
         Raises ConfigError if it is negative.
         """
-        self.resumes_at_end = False
+        self.resumes_at_end = self.rest_is_reached = False
         self.continues, self._is_resumed = self._is_resumed, False
         if epoch != self.position.epoch:
             self.seek(Position(epoch, 0))
@@ -1083,6 +1086,16 @@ class ElasticLoader:
         """The script is called again, at this position."""
         self.resumes_at_end = self.position.step == len(self)
         self._is_resumed = True
+        self.index_was_read = self.is_iterated = self.rest_is_reached = False
+        self._readers.clear()
+
+    def index_is_read(self, reader: tuple[Any, ...]) -> None:
+        """The script reads :attr:`index` at ``reader``. If it does so again, and has requested no
+        batch, its pass had no batch left, and this is the next one."""
+        self.index_was_read = True
+        if self.resumes_at_end:
+            self.resumes_at_end = reader not in self._readers
+            self._readers.add(reader)
 
     def begin_pass(self) -> None:
         """Begin a pass whose epochs nobody counts: the next epoch, if this one is complete.
@@ -1092,7 +1105,12 @@ class ElasticLoader:
         """
         if self.position.step == len(self) and not self.resumes_at_end:
             self.begin_epoch(self.position.epoch + 1)
-        self.resumes_at_end = False
+        self.resumes_at_end = self.rest_is_reached = False
+
+    def pass_has_ended(self) -> None:
+        """The code after the last pass has run: the next pass reads the next epoch."""
+        self.resumes_at_end = self.resumes_at_end and not self.rest_is_reached
+        self.begin_pass()
 
     def call_ended(self) -> None:
         """A call of ``run.retry`` is complete, and with it the code after a complete pass."""

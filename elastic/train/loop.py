@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from types import FrameType
 from typing import Any
 
 import torch
@@ -199,6 +201,7 @@ class Commits:
         """
         progress = self._job.progress
         if progress.callbacks_left and not self._is_calling_back:
+            self._progress.undo_before_place()
             step = Step.past(*progress.last, self._lifecycle.world.data_size)
             self._call_back(step, progress.callbacks_left)
 
@@ -467,7 +470,8 @@ class StepLoop:
     def begin_pass(self, loader: ElasticLoader) -> None:
         """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
         self.settle()
-        self._progress.begin_pass(self._job.name_of(loader))
+        is_rest = loader.rest_is_reached and self._has_no_batch_left(loader)
+        self._progress.begin_pass(self._job.name_of(loader), is_known=is_rest)
         # Not only before the next step: at the end of an epoch, an evaluation comes before it.
         self._commits.call_back_again()
         self.current.last_left = None
@@ -492,6 +496,25 @@ class StepLoop:
             )
         loader.begin_pass()
         self._job.progress.epoch = loader.position.epoch
+
+    def approach(self, loader: ElasticLoader) -> None:
+        """The script has created an iterator over ``loader``, or read the index from which it
+        counts. A loop that then requests no batch, because none is left, begins here."""
+        progress = self._progress
+        is_near = progress.is_before_place and loader.index_was_read and loader.is_iterated
+        if is_near and self._has_no_batch_left(loader):
+            loader.rest_is_reached = progress.reach(self._job.name_of(loader))
+            if loader.rest_is_reached and not self.scope.owns_epochs:
+                self.scope.passes += 1
+            self.call_back_again()
+
+    def _has_no_batch_left(self, loader: ElasticLoader) -> bool:
+        """Whether the pass resumes at the end of its epoch."""
+        position = loader.position
+        is_same = loader.resumes_at_end
+        if self.scope.owns_epochs:
+            is_same = position.epoch == self.epoch
+        return is_same and position.step == len(loader)
 
     def reach_own_step(self) -> None:
         """Begin a step of the script's own loop: it may resume here."""
@@ -753,6 +776,7 @@ class StepLoop:
         self.lifecycle.settle()
         self.refuse_swallowed()
         self._leave_held()
+        self._progress.function_returned()
         self.settle()
         if not self._progress.is_catching_up:
             self._progress.end_function()
@@ -773,9 +797,9 @@ class StepLoop:
         if self._progress.is_before_place:  # at the end of an earlier phase, which is complete
             return
         self._commits.finish()
-        if self.scope.passes:  # the code after the last pass has run
+        if self.scope.passes:
             for loader in self._job.loaders.values():
-                loader.begin_pass()
+                loader.pass_has_ended()
         if (self.scope.is_last_call or is_last) and not self._progress.is_catching_up:
             self._checkpoints.save(self._job)  # unless this step is already saved
 
@@ -976,6 +1000,8 @@ def batches(loop: StepLoop, loader: ElasticLoader) -> Iterator[Any]:
     passed = loader.following.new_pass()
     iterator = _batches(loop, loader, passed)
     passed.iterator = weakref.ref(iterator)
+    loader.is_iterated = True
+    loop.approach(loader)
     return iterator
 
 
@@ -993,7 +1019,7 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
             yield data
         return
     consumer.refuse_cycle()
-    knows_index, loader.index_was_read = loader.index_was_read, False
+    knows_index, loader.index_was_read, loader.is_iterated = loader.index_was_read, False, False
     if loop.resumes and not knows_index and not loop.scope.owns_epochs:
         consumer.refuse_limit(len(loader) - loader.position.step)
     if loop.current.leading(loader) is not None:
@@ -1069,7 +1095,8 @@ def index(loop: StepLoop, loader: ElasticLoader) -> int:
     """The index within the epoch of the loader's current step; between steps, of the next one."""
     if not loop.is_peek:
         loop.bootstrap.enter_loop()
-    loader.index_was_read = True
+    loader.index_is_read(_stack() if loader.resumes_at_end else ())
+    loop.approach(loader)
     position = loader.position
     left = loop.current.left_step(loader)
     if left is not None and left.optimizer_stepped:
@@ -1079,3 +1106,13 @@ def index(loop: StepLoop, loader: ElasticLoader) -> int:
     if loop.scope.owns_epochs:
         return position.step if position.epoch == loop.epoch else 0
     return position.step if loader.resumes_at_end else position.step % len(loader)
+
+
+def _stack() -> tuple[tuple[int, int], ...]:
+    """The instructions that are being executed."""
+    frame: FrameType | None = sys._getframe(1)
+    found = []
+    while frame is not None:
+        found.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)

@@ -40,6 +40,7 @@ class Tag:
     passes: int = 0  # over loaders, begun since the job began
     callbacks: int = 0  # outstanding run.after_step callbacks of the last committed step
     units: int = 0  # of work between steps, finished since the job began
+    calls: int = 0  # of run.retry, completed since the job began
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,11 @@ def _of_replica(states: list[RankState]) -> RankState:
     return replace(states[0], tag=distinct.pop() if len(distinct) == 1 else None)
 
 
-def _order(state: RankState) -> tuple[int, int, int, int, int, bool]:
+def _order(state: RankState) -> tuple[int, ...]:
     assert state.tag is not None
     tag = state.tag
-    return tag.generation, tag.step, tag.passes, -tag.callbacks, tag.units, state.begun
+    at = tag.generation, tag.step, tag.calls, tag.passes, -tag.callbacks, tag.units
+    return (*at, state.begun)
 
 
 def _to_json(state: RankState) -> dict[str, Any]:
@@ -217,6 +219,11 @@ class RedoneRates:
 # beginning, and what it changes before that place has happened before the boundary, too: initial
 # weights, the ``scheduler.step()`` at the beginning of an epoch, a counter. So the boundary is
 # restored again where the function reaches the place, and such changes take effect once.
+#
+# A function may return in a step, which then ends with it: the code after the loop belongs to that
+# boundary, whose place is the end of the function.
+
+END = "run.retry"  # the place at the end of the function
 
 
 class RankProgress:
@@ -242,6 +249,8 @@ class RankProgress:
         self._place = ""  # of the boundary with which this world began
         self.is_before_place = False  # the function runs towards the boundary's place
         self._is_step_missing = False  # some rank had begun the step after the boundary
+        # Names in run.state with values from before the units of this boundary.
+        self._shown: set[str] = set()
         self._rates = RedoneRates()
         watch.on_update = self._rates.stepping
 
@@ -279,10 +288,20 @@ class RankProgress:
         """
         return self.retries < max(self.retries_of_others, self._returned)
 
+    @property
+    def is_past_end(self) -> bool:
+        """Whether the function runs again although it has already returned, with its last step."""
+        return self.is_before_place and self._place == END
+
     def function_returned(self) -> None:
         """Record that the training function has returned on this rank. Its last step may not be
-        committed yet."""
+        committed yet: it ends with the function."""
         self._returned = max(self._returned, self.retries + 1)
+        if self.is_past_end:
+            self.is_before_place = self._is_step_missing = False
+            self._restore_boundary()
+        elif not self.is_in_past_call:
+            self._job.progress.place = END
 
     # -- while training -----------------------------------------------------------------------
 
@@ -303,7 +322,14 @@ class RankProgress:
             )
         return True
 
+    def undo_before_place(self) -> None:
+        """Undo what the script has changed on its way to the boundary's place: nothing of it
+        counts."""
+        if self.is_before_place:
+            self._restore_boundary()
+
     def _restore_boundary(self) -> None:
+        self._shown.clear()
         if not self.rollback.restore():
             raise TrainingError(
                 f"weights were changed after they were restored for step {self._job.progress.step},"
@@ -313,20 +339,27 @@ class RankProgress:
                 "in train",
             )
 
-    def begin_pass(self, place: str) -> None:
-        """The script begins a pass over a loader, or a step of its own loop."""
+    def begin_pass(self, place: str, *, is_known: bool = False) -> None:
+        """The script begins a pass over a loader, or a step of its own loop. ``is_known``: it has
+        reached this pass before, and what it has changed since does not count either."""
         progress = self._job.progress
-        if not self.reach(place):
+        if is_known:
+            self._restore_boundary()
+        elif not self.reach(place):
             self.script_has_run()
             if self._rollback is not None:
                 self._rollback.script_has_run()
             progress.passes += 1
+            progress.units_before = progress.units
         progress.place = place
 
     def before_step(self, *, can_undo: bool) -> None:
         """Take the boundary before a step, outside of an accumulation; only note the weights if the
         step cannot be undone."""
         self._omitted = max(0, self._job.progress.calls - self.retries)
+        self.replay_units()
+        if self.is_past_end:
+            self.is_before_place = False  # another version of the script trains longer
         if not can_undo:
             self.rollback.note_weights()
         elif not self._is_fresh:
@@ -339,6 +372,9 @@ class RankProgress:
         # Only this copy can undo what the script changes before it reaches the boundary's place.
         self.rollback.take(with_copies=not self._job.is_rebuilt)
         self._is_fresh = True
+        self._shown.clear()
+        if self.is_before_place and self._place in self._job.loaders:
+            self._shown = self._job.show_before_units()
 
     def end_function(self) -> None:
         """Called when the function has returned.
@@ -355,6 +391,7 @@ class RankProgress:
                 hint="count a step at its end, not at its beginning: batch = next(batches); …; "
                 'optimizer.step(); run.state["step"] += 1',
             )
+        self.replay_units()
         # Nothing was left to train. The code after the loop is repeated, but not initial weights.
         self.is_before_place = False
         if self.rollback.weights_have_changed:
@@ -402,9 +439,14 @@ class RankProgress:
         if self.tag is not None:
             self.tag = dataclasses.replace(self.tag, units=self._job.progress.units)
 
-    def restore_unit(self, parts: list[list[Any]]) -> None:
+    def replay_unit(self, parts: list[list[Any]]) -> None:
         """Give what finished work has changed its values in the last boundary again."""
         self.rollback.restore_unit(parts)
+        self._shown -= {name for section, name in parts if section == "state"}
+
+    def replay_units(self) -> None:
+        """The same for all of it that the script has not repeated since the world began."""
+        self.replay_unit([["state", name] for name in sorted(self._shown)])
 
     def call_ended(self, *, takes_boundary: bool) -> None:
         """A call of run.retry is complete: a fault after it does not repeat its end.
@@ -431,6 +473,7 @@ class RankProgress:
             self._take()
 
     def _take(self) -> None:
+        self._job.progress.units_before = self._job.progress.units
         self.rollback.take()
         self._is_fresh = True
         if self.tag is not None:
@@ -449,7 +492,8 @@ class RankProgress:
             module.module.zero_grad(set_to_none=True)
         if self.tag is not None:
             self._is_fresh = False
-            self.begun = step is not None
+            # The steps of an open accumulation have begun, too.
+            self.begun = step is not None or self._current.accumulation.since is not None
             if self.rollback.restore() or (may_go_back and self.rollback.restore_earlier()):
                 self.tag = tag_of(self.tag.generation, self._job.progress)
             else:
@@ -516,7 +560,14 @@ class RankProgress:
 
 def tag_of(generation: int, progress: Progress) -> Tag:
     """The position of a rank whose state is that of a boundary with this progress."""
-    return Tag(generation, progress.step, progress.passes, progress.callbacks_left, progress.units)
+    return Tag(
+        generation,
+        progress.step,
+        progress.passes,
+        progress.callbacks_left,
+        progress.units,
+        progress.calls,
+    )
 
 
 # ----------------------------------------------------------------------------

@@ -273,6 +273,7 @@ class InProcess:
             # Fewer nodes than the job's minimum: do not train, but save the state.
             if self._lifecycle.is_restored:
                 self._lifecycle.pause()
+            self._progress.replay_units()
             with self._lap("paused_s"):
                 self._checkpoints.save(self._job)
                 self._worlds.wait_for_newer(meanwhile=self._checkpoints.poll)
@@ -336,7 +337,6 @@ class InProcess:
 
         If a rank fails before, the last step is repeated, unless it was committed already.
         """
-        self._progress.function_returned()
         if self._ends_with_others:
             self._early_leave.end()
             self._meet_all()

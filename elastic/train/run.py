@@ -1197,7 +1197,9 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         result: Any = None  # of the last call that has returned
         for attempt in self.attempts(is_last=is_last):
             with attempt:
-                result = fn(*args, **kwargs)
+                value = fn(*args, **kwargs)
+                if not self._parts.session.progress.is_past_end:
+                    result = value
         return cast("T", result)
 
     def attempts(self, *, is_last: bool = True) -> Iterator[Attempt]:

@@ -24,7 +24,7 @@ from elastic import torch_private
 from elastic.errors import ConfigError, TrainingError
 from elastic.groups.world import StagePlace, check_saved_stages
 from elastic.train.backward import EarlierGradients
-from elastic.train.copies import is_plain, layouts_of, load_tracked
+from elastic.train.copies import copied, is_plain, layouts_of, load_tracked
 from elastic.train.ddp import Wrapped
 from elastic.train.loader import ElasticLoader
 from elastic.train.local import LocalState, position_of
@@ -326,6 +326,26 @@ class JobState:
         ranks cannot hold: otherwise the first save, or the first recovery, would fail."""
         if not is_plain(self.user):
             require_storable("run.state", self.user)
+
+    def show_before_units(self) -> set[str]:
+        """Give entries of run.state the values that they had before the units of the last boundary,
+        and return their names.
+
+        The script then returns to that boundary on its way of then: a counter of epochs that a unit
+        has changed would lead it past the loop in which it resumes.
+        """
+        records = [each for of_name in self.units.values() for each in of_name]
+        records = [each for each in records if each[3] >= self.progress.units_before]
+        shown: set[str] = set()
+        writing = Writing(self.tensors_of_modules())
+        for *_, before in sorted(records, key=lambda record: record[3]):
+            for name, *value in before:
+                if name not in shown and value:
+                    self.user[name] = writing.write(self.user.get(name), copied(value[0]))
+                elif name not in shown:
+                    self.user.pop(name, None)
+                shown.add(name)
+        return shown
 
     def set_units(self, units: Units) -> None:
         """Replace the finished units of work between steps."""

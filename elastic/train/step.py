@@ -26,6 +26,7 @@ class Progress:
     callbacks_left: int = 0
     passes: int = 0  # over loaders, begun since the job began
     units: int = 0  # of work between steps, finished by run.once since the job began
+    units_before: int = 0  # those before this boundary; later ones are added to it
     calls: int = 0  # of run.retry, completed
     # The loader over which the script's current pass is, or was the last one; empty: none.
     place: str = ""

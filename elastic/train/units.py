@@ -13,7 +13,7 @@ such calls, too; it names the place itself (``at=``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ class UnitRecord:
     value: Any  # that the function has returned
     parts: list[list[Any]]  # of the state that it has changed
     number: int  # of all units of the job, from 0
+    before: Sequence[list[Any]] = ()  # names in run.state that it has changed, and earlier values
 
 
 class Units(Hook):
@@ -89,7 +90,7 @@ class Units(Hook):
         if record is None:
             record = self._complete(name, function, at)
         elif self._session.strategy.can_roll_back:
-            self._progress.restore_unit(record.parts)
+            self._progress.replay_unit(record.parts)
         if self._interrupted is not None and self._interrupted[0] == name:
             self._interrupted = None
         # Random numbers after it are the same whether it was skipped or not.
@@ -129,9 +130,12 @@ class Units(Hook):
         self._loop.call_back_again()
         self._lifecycle.settle()
         is_recorded = self._session.strategy.can_roll_back
+        self._progress.replay_units()
         self._progress.script_has_run()
+        state = {}
         if is_recorded:
             self._progress.begin_unit()
+            state = copied(job.user)
         number, step = progress.units, progress.step
         seed_all(derive_seed(job.seed, _UNIT, number))
         self._interrupted, self.is_running = (name, step), True
@@ -152,9 +156,16 @@ class Units(Hook):
         def note(parts: list[list[Any]]) -> None:
             progress.units += 1
             # Calls of one place are told apart by the record of each; one suffices of any other.
-            kept = job.units.get(name, []) if isinstance(place, list) else []
-            kept = [each for each in kept if _is_at_step_of(each[0], place)]
-            job.units[name] = [*kept, [place, copied(value), parts, number]]
+            changed = [name for section, name in parts if section == "state"]
+            before = [[each, state[each]] if each in state else [each] for each in changed]
+            kept = []
+            for each in job.units.get(name, []):
+                if isinstance(place, list) and _is_at_step_of(each[0], place):
+                    kept.append(each)
+                elif each[3] >= progress.units_before:
+                    names = {earlier for earlier, *_ in each[4]}
+                    before = [*each[4], *(own for own in before if own[0] not in names)]
+            job.units[name] = [*kept, [place, copied(value), parts, number, before]]
 
         if is_recorded:
             self._progress.end_unit(note)

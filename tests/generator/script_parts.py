@@ -2165,8 +2165,6 @@ BETWEEN = (
         run.commit()
         run.mean(1, step=i)
         """,
-        # Where a pass is complete, such a loop reads no batch: the place is not reached.
-        excludes=("loop:next",),
     ),
     Part(
         kind="between",
@@ -2221,8 +2219,7 @@ BETWEEN = (
         run.after_step(examine_some)
         """,
         result=RESULT_OF_EXAMINE,
-        # If a loop over next(batches) is left for good, the last step ends with the function.
-        excludes=("swaps", "evaluation:early stopping"),
+        excludes=("swaps",),
     ),
     Part(
         kind="between",
@@ -2261,7 +2258,6 @@ BETWEEN = (
         excludes=(
             "update:accumulated over batches",
             "update:every third step skipped",
-            "loop:next",
         ),
     ),
     Part(

@@ -192,6 +192,57 @@ def test_a_death_while_others_meet_after_a_call_that_had_nothing_to_train(runner
     assert verdict.died_at.count(" steps committed") == 2, verdict.died_at
 
 
+MEETS_AFTER_STEPS = Part(
+    kind="callback",
+    name="mean",
+    build="""
+    def meet(step):
+        run.mean(1, step=step.number)
+
+
+    run.after_step(meet)
+    """,
+)
+LEAVES_EARLY = Part(
+    kind="end",
+    name="left for good",
+    epoch_end="""
+    run.state["ends"] = run.state.get("ends", 0) + 1
+    if epoch == 1:
+        break
+    """,
+    result='"ends": run.state["ends"]',
+)
+
+
+def test_a_last_step_that_ends_with_the_function_includes_the_code_after_its_loop(
+    runner: Runner,
+) -> None:
+    parts = BY_LABEL["loop:next"], BY_LABEL["scheduler:step by epoch"]
+    verdict = runner.run(
+        scenario_of(
+            *parts,
+            LEAVES_EARLY,
+            MEETS_AFTER_STEPS,
+            size=2,
+            rank=1,
+            line="run.mean(1, step=step.number)",
+            execution=8,
+        )
+    )
+    assert not verdict.failed, verdict.describe()
+    assert " 8 steps committed" in verdict.died_at
+
+
+def test_a_loop_that_requests_no_batch_at_its_end_resumes_there(runner: Runner) -> None:
+    parts = [BY_LABEL[name] for name in ("loop:next", "scheduler:at the epoch's beginning")]
+    parts += [BY_LABEL["between:commit in the step"], BY_LABEL["evaluation:each epoch"]]
+    line = "error, seen = 0.0, 0"
+    verdict = runner.run(scenario_of(*parts, size=2, rank=1, line=line, execution=2))
+    assert not verdict.failed, verdict.describe()
+    assert " 8 steps committed" in verdict.died_at
+
+
 # -- the generator itself -------------------------------------------------------------------------
 
 

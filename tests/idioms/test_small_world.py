@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import torch
 from catalogue import SCRIPTS
 from idiom_runs import SIZE, IdiomRuns
 
+from elastic.testing.small_world.worker import _Events
 from elastic.testing.small_world.world import CALLS, Death
 
 JOIN = """
@@ -104,3 +106,29 @@ def test_a_run_over_its_time_limit_is_killed_with_stack_traces(
     assert all("most recent call first" in w.log for w in outcome.workers)
     for worker in outcome.workers:
         assert not os.path.exists(f"/proc/{worker.pid}")
+
+
+def test_a_death_at_a_call_is_not_that_of_a_data_worker(tmp_path: Path) -> None:
+    """Hooks that run in a new fork make calls: one that counted them would die in place of its
+    parent, which makes fewer."""
+    calls: list[int] = []
+
+    def call_often() -> None:
+        while 0 < len(calls) < 100:
+            call()
+
+    def call() -> None:
+        calls.append(1)
+
+    os.register_at_fork(after_in_child=call_often)
+    death = Death(rank=0, event=50, counted=CALLS)
+    counted = _Events(__file__, death, tmp_path / "note", is_joining=False, are_wanted=True)
+    counted._counts = lambda: True  # type: ignore[method-assign]
+    calls.append(1)
+    sys.settrace(counted.trace)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    sys.settrace(None)
+    calls.clear()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

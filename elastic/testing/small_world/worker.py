@@ -205,8 +205,7 @@ class _Events:
         self._recording = recording
         self._script = script
         self._note = note
-        self._is_in_data_worker = False
-        os.register_at_fork(after_in_child=self._enter_data_worker)
+        self._pid = os.getpid()
         self._is_joining = is_joining
         if recording is not None and recording.is_in_retry is not None:
             self._has_retry = recording.is_in_retry
@@ -223,7 +222,8 @@ class _Events:
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
         """The function for ``sys.settrace``, called for each function call."""
-        if not self._is_in_data_worker:
+        # Not in a data worker, from its first call on: hooks of a fork run before any of ours.
+        if os.getpid() == self._pid:
             if not self._death and self._counts():
                 self.calls += 1
                 if self.calls == self._last_call:
@@ -236,9 +236,6 @@ class _Events:
                 return self._line
         return None
 
-    def _enter_data_worker(self) -> None:
-        self._is_in_data_worker = True
-
     def _is_traced(self, file: str) -> bool:
         """Whether a file is the script, or if it is checked, one of its modules."""
         return file == self._script or (
@@ -246,7 +243,7 @@ class _Events:
         )
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and not self._is_in_data_worker:
+        if event == "line" and os.getpid() == self._pid:
             self._place = file, line = frame.f_code.co_filename, frame.f_lineno
             if self._counts():
                 self.executions[self._place] += 1

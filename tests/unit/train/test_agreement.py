@@ -31,6 +31,12 @@ def test_a_rank_that_has_begun_the_next_pass_is_more_advanced() -> None:
     )
 
 
+def test_a_rank_that_has_completed_the_call_is_more_advanced() -> None:
+    """The code after the loop has run there, and its changes are in the boundary."""
+    within, after = Tag(3, 10, passes=1), Tag(3, 10, passes=1, calls=1)
+    assert choose([state(within), state(after)]) == Agreement(1, after, (0,))
+
+
 def test_ranks_of_a_replica_may_be_in_different_passes() -> None:
     first, second = Tag(3, 10, passes=1), Tag(3, 10, passes=2)
     assert choose([state(second), state(first)], 2) == Agreement(0, first, ())

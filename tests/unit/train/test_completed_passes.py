@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from kit.run_kit import STEPS_PER_EPOCH, Job, job, process, run_of, steps_of_job
 
 from elastic.train.folder import Checkpoints
@@ -44,6 +45,42 @@ def test_a_loop_over_the_index_is_empty_after_a_complete_pass(tmp_path: Path) ->
         assert list(range(script.loader.index, len(script.loader))) == []
         assert train(script) == 0
         assert script.loader.position.epoch == 1
+
+
+@pytest.mark.parametrize("reads_index_first", [False, True])
+def test_a_loop_of_passes_over_the_index_repeats_the_code_after_a_complete_pass_once(
+    tmp_path: Path, reads_index_first: bool
+) -> None:
+    failed_after_a_pass(tmp_path)
+    batches: list[int] = []
+    with process(tmp_path) as run:
+        script = job(run)
+        run.state["passes begun"] = 7  # before the loop, which undoes it
+        while len(batches) < 3:
+            first = script.loader.index if reads_index_first else None
+            remaining = iter(script.loader)
+            numbers = range(script.loader.index if first is None else first, len(script.loader))
+            assert "passes begun" not in run.state
+            for _ in numbers:
+                script.update(*next(remaining))
+                run.commit()  # the iterator is held: the last step would not have ended
+            batches.append(len(numbers))
+        assert script.loader.position.epoch == 2
+    assert batches == [0, STEPS_PER_EPOCH, STEPS_PER_EPOCH]
+
+
+def test_what_is_changed_before_a_complete_pass_is_undone_where_it_begins(tmp_path: Path) -> None:
+    failed_after_a_pass(tmp_path)
+    with process(tmp_path) as run:
+        script = job(run)
+        remaining = iter(script.loader)
+        assert script.loader.index == STEPS_PER_EPOCH
+        run.state["early"] = 1
+        assert list(remaining) == []
+        assert "early" not in run.state
+        run.state["late"] = 1
+        assert train(script) == STEPS_PER_EPOCH
+        assert run.state == {"late": 1}
 
 
 def test_a_completed_job_that_is_extended_trains_all_its_new_passes(tmp_path: Path) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from kit.run_kit import STEPS_PER_EPOCH, Job, job, parts_of, process, steps_of_job
+from kit.run_kit import STEPS_PER_EPOCH, Job, job, parts_of, process, run_of, steps_of_job
 
 import checkpoints
 from elastic.errors import ConfigError, TrainingError
+from elastic.train.folder import Checkpoints
 
 
 def times_called(calls: list[str], name: str) -> Callable[[], int]:
@@ -85,6 +86,39 @@ def test_work_is_not_repeated_after_a_resumption_that_has_it(tmp_path: Path) -> 
         run.retry(train, job(run), -1)
         assert run.state["calls"] == 2
     assert calls == ["end", "end"]
+
+
+def test_a_counter_that_finished_work_has_changed_does_not_lead_past_its_loop(
+    tmp_path: Path,
+) -> None:
+    policy = Checkpoints(folder=tmp_path, when=100)
+    evaluated: list[int] = []
+    ended: list[tuple[int, int]] = []
+
+    def train(script: Job, *, fails: bool) -> None:
+        state = script.run.state
+        state.setdefault("epoch", 0)
+
+        def evaluate() -> None:
+            evaluated.append(state["epoch"])
+            state["epoch"] += 1
+
+        for epoch in range(state["epoch"], 3):
+            for x, y in script.loader:
+                script.update(x, y)
+            script.run.once("evaluate", evaluate)
+            if fails:
+                return
+            ended.append((epoch, state["epoch"]))
+
+    with run_of(policy, clean=False, error="ValueError: after the evaluation") as run:
+        train(job(run), fails=True)
+    with process(tmp_path) as run:
+        script = job(run)
+        train(script, fails=False)
+        assert steps_of_job(run) == 3 * STEPS_PER_EPOCH
+        assert script.run.state == {"epoch": 3}
+    assert (evaluated, ended) == ([0, 1, 2], [(0, 1), (1, 2), (2, 3)])
 
 
 def test_what_the_script_changes_before_it_is_not_committed_with_it(tmp_path: Path) -> None:
@@ -164,7 +198,7 @@ def test_a_call_that_is_no_call_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"run\.once"):
             run.once("evaluate", wrong)
         with pytest.raises(ConfigError, match=r"run\.once"):
-            run.once(wrong and print, print)
+            run.once(cast(Any, print), print)
 
 
 # -- run.commit in a loop --------------------------------------------------------------------------
