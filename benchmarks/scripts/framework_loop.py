@@ -140,7 +140,7 @@ def fabric_loop(steps: Steps) -> None:
 def lightning_fit(steps: Steps) -> None:
     import lightning
 
-    class Module(lightning.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = Net()
