@@ -655,8 +655,10 @@ class Rollback:
         record(parts)
         self.snapshot["units"] = copied(self._job.units)
         self.snapshot["progress"]["units"] = self._job.progress.units
+        self._local.take(position_of(self.snapshot["progress"]))
         if self._has_copies and self._earlier is not None:
             self._earlier = copied(self.snapshot)
+            self._local.keep()
 
     def restore_unit(self, parts: Iterable[Part]) -> None:
         """Give the parts that finished work has changed their values in the last boundary again."""

@@ -177,3 +177,18 @@ def test_what_must_be_the_same_on_all_ranks_is_refused() -> None:
             run.track(meter=Meter(), local=True)
         with pytest.raises(TrainingError, match="used by another object"):
             run.track(meter=meter)
+
+
+def test_finished_work_between_steps_keeps_its_changes(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        job(run)
+        meter = Meter()
+        run.track(meter=meter, local=True)
+
+        def train() -> None:
+            run.once("evaluate", lambda: meter.update(2.0))
+            meter.update(99.0)
+            undo_step(run)
+            assert meter.values == [2.0]
+
+        run.retry(train)
