@@ -1001,6 +1001,11 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         return self._parts.session.current.inside is not None
 
     @property
+    def saves(self) -> bool:
+        """Whether the job has a folder for checkpoints."""
+        return self._parts.session.checkpoints.is_on
+
+    @property
     def mesh(self) -> DeviceMesh:
         """The replica's DeviceMesh. Raises ConfigError without ``join(mesh=…)``."""
         return self._parts.session.lifecycle.replica.device_mesh
