@@ -1,0 +1,837 @@
+"""Hugging Face Trainer with recovery in process ::
+
+    -from transformers import Trainer
+    +from elastic.integrations.transformers import ElasticTrainer as Trainer
+
+Every subclass of Trainer works with the mixin before it ::
+
+    from trl import SFTTrainer
+    class ElasticSFTTrainer(ElasticTrainerMixin, SFTTrainer): ...
+
+Import this module before TrainingArguments are created: they create a process group, which
+``elastic.join()`` defers. Call ``elastic.join(…)`` with options before that, if there are any.
+
+How it works. An update of Trainer is a step of the job. ``Trainer._run_epoch`` is the loop over
+updates; it is called in ``run.retry`` for each epoch that is left, with the arguments of Trainer's
+own resume, so that a fault repeats one update and no hook of the training's beginning. Everything
+that Trainer's loop changes is one tracked object. Logs, evaluations and saves are units of
+``run.once``, so that a fault in an evaluation repeats only that evaluation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+import elastic
+from elastic.errors import ConfigError
+from elastic.telemetry.log import get_logger
+from elastic.train.sampler import Position
+
+try:
+    import transformers
+    from accelerate.data_loader import SeedableRandomSampler
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+    from transformers import Trainer, trainer
+    from transformers.trainer_callback import ExportableState, ProgressCallback
+    from transformers.trainer_utils import SaveStrategy, TrainOutput
+except ImportError as absent:
+    raise ConfigError(
+        f"elastic.integrations.transformers needs transformers and accelerate: {absent}",
+        hint="pip install 'torch-elastic-harness[transformers]'",
+    ) from absent
+
+if TYPE_CHECKING:
+    from elastic.groups.world import World
+
+__all__ = ["ElasticTrainer", "ElasticTrainerMixin"]
+
+
+# ----------------------------------------------------------------------------
+# Private names of Trainer and Accelerate. Only this section and the overrides below know them.
+
+_PARAMETERS = {
+    "_run_epoch": (
+        "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial "
+        "ignore_keys_for_eval start_time resume_from_checkpoint epochs_trained "
+        "steps_trained_in_current_epoch"
+    ),
+    "_init_training_state": (
+        "max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
+    ),
+    "_prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
+    "_finalize_training": "trial num_train_samples start_time",
+    "_maybe_log_save_evaluate": (
+        "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"
+    ),
+    "_evaluate": "trial ignore_keys_for_eval skip_scheduler",
+    "_load_rng_state": "checkpoint",
+    "_track_num_input_tokens": "inputs",
+    "get_batch_samples": "epoch_iterator num_batches device",
+    "create_accelerator_and_postprocess": "",
+}
+
+
+def _missing() -> list[str]:
+    """What this version of transformers lacks of the names used here."""
+    missing = []
+    for name, parameters in _PARAMETERS.items():
+        function = getattr(Trainer, name, None)
+        known = list(inspect.signature(function).parameters)[1:] if function is not None else None
+        if known != parameters.split():
+            missing.append(f"Trainer.{name}({', '.join(parameters.split())})")
+    if not hasattr(trainer, "skip_first_batches"):
+        missing.append("trainer.skip_first_batches")
+    return missing
+
+
+_MISSING = _missing()
+IS_SUPPORTED = not _MISSING
+"""Whether this version of transformers recovers in process; otherwise, by a restart."""
+
+
+def _skip_first_batches(skip: Callable[..., Any]) -> Callable[..., Any]:
+    def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+        # A loader of the job is at its position already.
+        return loader if isinstance(loader, _Updates) else skip(loader, num_batches)
+
+    return skip_first_batches
+
+
+def _joining_first(initialize: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: PartialState, *args: Any, **options: Any) -> None:
+        if not PartialState._shared_state:
+            elastic.join()  # or returns the run that the script has joined with its options
+        initialize(self, *args, **options)
+
+    return __init__
+
+
+def _set_processes(rank: int, size: int) -> None:
+    """Make Accelerate's rank and size, which it reads once, those of a world."""
+    for state in (PartialState, AcceleratorState):
+        if state._shared_state:
+            state._shared_state.update(process_index=rank, num_processes=size)
+
+
+if IS_SUPPORTED:
+    trainer.skip_first_batches = _skip_first_batches(trainer.skip_first_batches)
+    PartialState.__init__ = _joining_first(PartialState.__init__)
+
+
+# ----------------------------------------------------------------------------
+# The order of the samples: that of plain Trainer with as many ranks as the largest world has.
+
+
+class _Plan:
+    """The batches of all ranks, as Accelerate would distribute them."""
+
+    def __init__(self, loader: DataLoader[Any], owner: Any, ranks: int) -> None:
+        config, args = owner.accelerator.dataloader_config, owner.args
+        self._loader, self._ranks = loader, ranks
+        self._is_even = config.even_batches and not _drops_last(loader)
+        self._seed = args.seed if args.data_seed is None else args.data_seed
+        self._global_seed = args.seed
+        self._is_seedable = config.use_seedable_sampler and type(loader.sampler) is RandomSampler
+        # The order of an epoch does not depend on those before it.
+        sampled = (loader.sampler, loader.batch_sampler)
+        self._has_seed = self._is_seedable or any(hasattr(each, "set_epoch") for each in sampled)
+        # Batches of other classes have their own sizes: they are not divided. Nor are those of one
+        # rank, whose last one may be smaller: Trainer's mean gives each batch the same weight.
+        self.is_batched = ranks == 1 or type(loader.batch_sampler) is not BatchSampler
+        size = 1 if self.is_batched else _batch_size(loader)
+        splits = config.split_batches and not self.is_batched
+        self._each = size if splits else size * ranks  # in a batch of all ranks
+        self.per_update = self._each * args.gradient_accumulation_steps
+        self.batches = self._count()
+
+    def _count(self) -> int:
+        """The number of batches that each rank reads in an epoch."""
+        sampled: Any = self._loader.batch_sampler if self.is_batched else self._loader.sampler
+        count = len(sampled)
+        if _drops_last(self._loader):
+            return count // self._each
+        return -(-count // self._each)
+
+    def order(self, epoch: int) -> list[Any]:
+        """The samples of all ranks in an epoch, or their batches."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._global_seed)
+            # A sampler that draws global random numbers continues from one epoch to the next, and
+            # torch's DataLoader draws a seed for its workers before each.
+            for each in range(epoch if self._has_seed else 0, epoch + 1):
+                torch.empty((), dtype=torch.int64).random_()
+                drawn = self._draw(each)
+        if self._is_even and drawn:  # Accelerate repeats the first samples
+            missing = -len(drawn) % self._each
+            drawn += (drawn * (missing // len(drawn) + 1))[:missing]
+        return drawn
+
+    def _draw(self, epoch: int) -> list[Any]:
+        sampler: Any = self._loader.sampler
+        batches: Any = self._loader.batch_sampler
+        for each in (sampler, batches):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+        if self._is_seedable:
+            sampler = SeedableRandomSampler(
+                sampler.data_source,
+                replacement=sampler.replacement,
+                num_samples=sampler._num_samples,
+                generator=torch.Generator(),
+                data_seed=self._seed,
+            )
+            sampler.set_epoch(epoch)
+        if not self.is_batched:
+            return list(sampler)
+        if type(batches) is BatchSampler:
+            batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        return [list(batch) for batch in batches]
+
+
+def _drops_last(loader: DataLoader[Any]) -> bool:
+    return getattr(loader.batch_sampler, "drop_last", False) is True
+
+
+def _batch_size(loader: DataLoader[Any]) -> int:
+    size: int = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+    return size
+
+
+class _Updates:
+    """The loader that Trainer's loop reads: each item is a step of the job."""
+
+    def __init__(self, run: elastic.Run, loader: elastic.ElasticLoader, plan: _Plan) -> None:
+        self._run, self.loader, self._plan = run, loader, plan
+
+    def __len__(self) -> int:
+        """The number of batches of an epoch on each rank of the largest world."""
+        return self._plan.batches
+
+    def __iter__(self) -> Iterator[elastic.Step]:
+        return self._run.steps(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("loader", "batch_sampler", "set_epoch"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+# ----------------------------------------------------------------------------
+# What Trainer's loop changes, besides the model, the optimizer and the schedule.
+
+_OWN_FLAGS = {"is_local_process_zero", "is_world_process_zero"}  # of a rank, not of the job
+_COUNTERS = (
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "current_flos",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+)
+
+
+class _LoopState:
+    """Everything that the loop changes besides the model, its optimizer and schedule. Tracked."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self.start = [0, 0]  # an epoch, and its updates: those of ``resume_from_checkpoint``
+        self.ended_epochs = 0  # of which on_epoch_end has been called
+        self.units = 0  # logs, evaluations and saves that are complete
+        self.last: list[Any] = [None, None]  # norm of the gradients, and rate, of the last update
+
+    def state_dict(self) -> dict[str, Any]:
+        owner = self._owner
+        return {
+            "state": {
+                each.name: getattr(owner.state, each.name)
+                for each in fields(owner.state)
+                if each.name not in _OWN_FLAGS
+            },
+            "control": dict(vars(owner.control)),
+            "callbacks": [each.state()["attributes"] for each in self._callbacks()],
+            "loss": owner._tr_loss,
+            "counters": {name: getattr(owner, name) for name in _COUNTERS},
+            "start": self.start,
+            "ended_epochs": self.ended_epochs,
+            "units": self.units,
+            "last": self.last,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        owner = self._owner
+        vars(owner.state).update(state["state"])
+        vars(owner.control).update(state["control"])
+        for callback, attributes in zip(self._callbacks(), state["callbacks"], strict=False):
+            vars(callback).update(attributes)
+        owner._tr_loss.copy_(state["loss"])
+        vars(owner).update(state["counters"])
+        self.start, self.last = list(state["start"]), list(state["last"])
+        self.ended_epochs, self.units = state["ended_epochs"], state["units"]
+
+    def _callbacks(self) -> list[Any]:
+        """Those whose state Trainer saves, too."""
+        callbacks = self._owner.callback_handler.callbacks
+        return [each for each in callbacks if isinstance(each, ExportableState)]
+
+
+class _CallbackState:
+    """Simple attributes of callbacks that Trainer does not save. Those of a rank, which an
+    interrupted step, evaluation or save must not change twice."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            str(number): {name: value for name, value in vars(each).items() if _is_simple(value)}
+            for number, each in enumerate(self._owner.callback_handler.callbacks)
+            if not isinstance(each, ExportableState)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for number, each in enumerate(self._owner.callback_handler.callbacks):
+            vars(each).update(state.get(str(number), {}))
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_simple(each) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_simple, value))
+    return value is None or isinstance(value, (int, float, str, torch.Tensor))
+
+
+# ----------------------------------------------------------------------------
+# Trainer.
+
+_DISTRIBUTED = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_NPU,
+}
+_FLAGS = {"should_log": "log", "should_evaluate": "evaluate", "should_save": "save"}
+
+
+class _InProcess:
+    """The methods of Trainer that are steps and units of the job."""
+
+    is_in_train: bool
+    control: Any
+    current_flos: float
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Raise ConfigError for what cannot recover in process."""
+        args, dataset = self.args, self.train_dataset
+        cases = [
+            (
+                self.is_deepspeed_enabled
+                or self.is_fsdp_enabled
+                or self.accelerator.distributed_type not in _DISTRIBUTED,
+                f"{self.accelerator.distributed_type.value} does not recover in process",
+                "use plain Trainer, which recovers by a restart, or a model that fits a device",
+            ),
+            (
+                isinstance(dataset, IterableDataset),
+                "an IterableDataset has no position that another number of ranks can continue from",
+                "use a map-style dataset, or plain Trainer, which recovers by a restart",
+            ),
+            (
+                args.auto_find_batch_size,
+                "auto_find_batch_size=True changes the global batch",
+                "set per_device_train_batch_size",
+            ),
+            (
+                not args.average_tokens_across_devices and args.world_size > 1,
+                "average_tokens_across_devices=False weights tokens by the number of ranks",
+                "omit it",
+            ),
+            (
+                args.train_sampling_strategy == "batch_rebalance",
+                "train_sampling_strategy='batch_rebalance' is for a fixed number of ranks",
+                "use 'group_by_length'",
+            ),
+            (
+                args.n_gpu > 1,
+                f"this process uses {args.n_gpu} GPUs (DataParallel)",
+                "start one process for each GPU, with `elastic run` or torchrun",
+            ),
+        ]
+        for is_refused, problem, hint in cases:
+            if is_refused:
+                raise ConfigError(f"ElasticTrainer: {problem}", hint=hint)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the Accelerator, and let it wrap models for all worlds."""
+        self.elastic_run = elastic.join()
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = self.accelerator
+        accelerator.prepare_model = partial(self._prepare_model, accelerator.prepare_model)
+        accelerator.backward = partial(self._backward, accelerator.backward)
+        self._loop: _LoopState | None = None
+        self._steps: Any = None
+        self._is_stopped = False
+        self._has_begun_epoch: int | None = None
+        self.elastic_run.on_world(self._enter_world)
+
+    def _enter_world(self, world: World) -> None:
+        _set_processes(world.rank, world.size)
+        self._eval_dataloaders: dict[str, Any] = {}  # those with workers are of the last world
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        if self.is_world_process_zero() and self.is_in_train:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, ProgressCallback) and callback.training_bar is None:
+                    callback.on_train_begin(self.args, self.state, self.control)
+
+    def _prepare_model(
+        self,
+        prepare: Callable[..., Any],
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> torch.nn.Module:
+        prepared = prepare(model, device_placement, evaluation_mode=True)  # all but DDP
+        if evaluation_mode:
+            return prepared  # type: ignore[no-any-return]
+        accelerator = self.accelerator
+        handler = accelerator.ddp_handler
+        options = {} if handler is None else handler.to_kwargs()
+        options = {k: v for k, v in options.items() if not k.startswith("comm_")}
+        wrapped = self.elastic_run.wrap(prepared, **options)
+        accelerator._models[-1] = wrapped
+        return wrapped
+
+    # -- once for each process --------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """The job's part of each update, instead of one process's part of a fixed number."""
+        accelerator, given = self.accelerator, []
+        prepare = accelerator.prepare_data_loader
+
+        def prepare_and_keep(loader: Any, *args: Any, **options: Any) -> Any:
+            given.append(loader)
+            return prepare(loader, *args, **options)
+
+        accelerator.prepare_data_loader = prepare_and_keep
+        try:
+            super().get_train_dataloader()  # type: ignore[misc]
+        finally:
+            accelerator.prepare_data_loader = prepare
+        if not given:
+            raise ConfigError(
+                f"{type(self).__name__}.get_train_dataloader() returns a loader that it has not "
+                "passed to self.accelerator.prepare(): each rank would read all samples",
+                hint="return self.accelerator.prepare(DataLoader(…))",
+            )
+        plan = _Plan(given[-1], self, self.elastic_run.largest_world)
+        loader = self.elastic_run.loader(
+            given[-1],
+            order=plan.order,
+            global_batch=plan.per_update,
+            micro_batches=self.args.gradient_accumulation_steps,
+            weights="equal",
+        )
+        return _Updates(self.elastic_run, loader, plan)
+
+    def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
+        epoch, batches = super()._init_training_state(*args, **options)  # type: ignore[misc]
+        self._started_at = (epoch, batches // self.args.gradient_accumulation_steps)
+        return epoch, batches
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        if self._loop is not None:
+            raise ConfigError(
+                "trainer.train() was called twice in a job, whose objects are those of the first",
+                hint="start a job for each training, or plain Trainer in one process",
+            )
+        prepared = super()._prepare_for_training(  # type: ignore[misc]
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        self._loop = _LoopState(self)
+        self._loop.start = list(self._started_at)
+        self._resume = (resume_from_checkpoint, self.state.global_step)
+        self._updates: _Updates = train_dataloader
+        # Trainer sets them again before its loop; nothing is restored before that.
+        self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, device=self.args.device), 0.0
+        self._globalstep_last_logged = self._initial_global_step = self.state.global_step
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        scaler = self.accelerator.scaler
+        self.elastic_run.track(
+            optimizer=self.optimizer.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            trainer=self._loop,
+            **({} if scaler is None else {"scaler": scaler}),
+        )
+        self.elastic_run.track(callbacks=_CallbackState(self), local=True)
+        if not self.elastic_run.saves:
+            folder = os.path.join(self.args.output_dir, "elastic")
+            self.elastic_run.steps(train_dataloader.loader, checkpoints=folder)
+        self.elastic_run.plan_steps(max_steps)
+        return prepared
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Do nothing: the random numbers of each step have a seed of their own."""
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def _run_epoch(self, **call: Any) -> None:
+        """Train all epochs that are left: Trainer's own loop over them cannot be entered again."""
+        self._has_begun_epoch = call["epoch"]
+        self.elastic_run.retry(self._train_epochs, call)
+        self._is_stopped = self.control.should_training_stop
+        self.control.should_training_stop = True  # ends Trainer's loop
+
+    def _train_epochs(self, call: dict[str, Any]) -> None:
+        assert self._loop is not None
+        for epoch in self.elastic_run.epochs(self.state.num_train_epochs):
+            self._choose_checkpoint(call)
+            if epoch < self._loop.start[0]:
+                if self._updates.loader.position.step:
+                    self._pass_over()
+                continue
+            self._work(call | {"epoch": epoch})  # that a fault has interrupted
+            if self._loop.ended_epochs <= epoch:
+                self._train_epoch(epoch, call)
+            else:
+                self._pass_over()
+            if self.control.should_training_stop:
+                break
+
+    def _train_epoch(self, epoch: int, call: dict[str, Any]) -> None:
+        assert self._loop is not None
+        loader = self._updates.loader
+        done = self._seek(epoch)
+        if self._has_begun_epoch != epoch and not done:
+            self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+        self._has_begun_epoch, self._steps = None, None
+        self.accelerator.gradient_state._set_sync_gradients(True)
+        changed: dict[str, Any] = {"epoch": epoch, "resume_from_checkpoint": None}
+        if done:
+            batches = done * self.args.gradient_accumulation_steps
+            changed |= {
+                "resume_from_checkpoint": "of the job",
+                "epochs_trained": epoch,
+                "steps_trained_in_current_epoch": min(batches, call["steps_in_epoch"]),
+            }
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                changed["num_update_steps_per_epoch"] = done
+            if done == len(loader) or "num_update_steps_per_epoch" in changed:
+                self._pass_over()
+        super()._run_epoch(**(call | changed))  # type: ignore[misc]
+
+    def _pass_over(self) -> None:
+        """Begin the loop of an epoch in which no update is left, and leave it: a job resumes in the
+        loop over its loader."""
+        steps = self.elastic_run.steps(self._updates.loader)
+        next(steps, None)
+        steps.close()  # type: ignore[attr-defined]
+
+    def _seek(self, epoch: int) -> int:
+        """The number of updates of ``epoch`` that are done."""
+        assert self._loop is not None
+        loader, (start, updates) = self._updates.loader, self._loop.start
+        position = loader.position
+        if epoch == start and (position.epoch, position.step) < (start, updates):
+            self._pass_over()  # the job's own place is before this one
+            loader.seek(Position(start, updates))
+        position = loader.position
+        return position.step if position.epoch == epoch else 0
+
+    def _choose_checkpoint(self, call: dict[str, Any]) -> None:
+        """Continue from ``resume_from_checkpoint`` if it is newer than what was restored."""
+        (path, step), self._resume = self._resume, (None, 0)
+        if path is None:
+            return
+        own = self.state.global_step
+        if own > step:
+            get_logger().warning(
+                "resume_from_checkpoint=%s is of step %d: the job continues from its own newer "
+                "checkpoint of step %d",
+                *(path, step, own),
+            )
+        elif own < step:
+            get_logger().warning(
+                "the job's own checkpoint is of step %d: training continues from the newer "
+                "resume_from_checkpoint=%s of step %d",
+                *(own, path, step),
+            )
+            self.elastic_run.once("resume", self._load_all, path, at=step)
+
+    def _load_all(self, path: str) -> None:
+        assert self._loop is not None
+        self._load_from_checkpoint(path)
+        self._load_optimizer_and_scheduler(path)
+        self._load_scaler(path)
+        saved = trainer.TrainerState.load_from_json(os.path.join(path, trainer.TRAINER_STATE_NAME))
+        for each in fields(saved):
+            if each.name not in _OWN_FLAGS:
+                setattr(self.state, each.name, getattr(saved, each.name))
+        self._load_callback_state()
+        self._loop.start, self._loop.ended_epochs = list(self._started_at), self._started_at[0]
+        self._globalstep_last_logged = self._initial_global_step = self.state.global_step
+        self._tr_loss.zero_()
+        self._total_loss_scalar = 0.0
+
+    # -- an update --------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The batches of this rank in the next step, and the number of items of all ranks."""
+        self._steps = epoch_iterator
+        batches = list(next(self._steps))
+        loader = self._updates.loader
+        self._weights = loader.share.mean_weights
+        self._backwards = 0
+        self._before = self._tr_loss.clone(), self.current_flos
+        self._flops = sum(
+            float(self.floating_point_ops(batch))
+            for batch, weight in zip(batches, self._weights, strict=True)
+            if weight
+        )
+        counted = [
+            batch if weight else _without_items(batch)
+            for batch, weight in zip(batches, self._weights, strict=True)
+        ]
+        prepared, items = super().get_batch_samples(iter(counted), len(counted), device)  # type: ignore[misc]
+        fillers = zip(prepared, batches, self._weights, strict=True)
+        return [own if weight else filler for own, filler, weight in fillers], items
+
+    @property
+    def current_gradient_accumulation_steps(self) -> float:
+        """By what Trainer divides the mean over a batch: the gradients of all batches of all ranks
+        then add up to those of the mean over the update."""
+        weight = self._weights[min(self._backwards, len(self._weights) - 1)]
+        return 1 / weight if weight else 1.0
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, value: int) -> None:
+        """Trainer's own value is that of another number of ranks."""
+
+    def _backward(self, backward: Callable[..., None], loss: torch.Tensor, **options: Any) -> None:
+        if not self.elastic_run.in_step:
+            backward(loss, **options)
+            return
+        index, self._backwards = self._backwards, self._backwards + 1
+        if not self._weights[index]:
+            # Not × 0: a NaN of the filler must not reach the gradients.
+            loss = torch.where(torch.zeros((), dtype=torch.bool, device=loss.device), loss, 0.0)
+        flops = self._flops if index == 0 else 0.0
+        self._sums = self.elastic_run.sum_with_gradients(loss=loss.detach(), flops=flops)
+        backward(loss, **options)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if not self._weights[self._backwards - 1]:
+            inputs = {k: v[:0] if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+
+    def store_flos(self) -> None:
+        """Add the operations since the last call, which are those of all ranks already."""
+        self.state.total_flos += self.current_flos
+        self.current_flos = 0
+
+    def _end_update(self, grad_norm: Any, learning_rate: float | None) -> None:
+        """Commit the step, with the loss of all ranks: a death loses no part of a logged mean."""
+        assert self._loop is not None
+        loss, flops = self._before
+        mean = self._sums["loss"] / self.elastic_run.world.size
+        if self.args.logging_nan_inf_filter and not math.isfinite(mean):
+            mean = loss.item() / max(1, self.state.global_step - self._globalstep_last_logged)
+        self._tr_loss.copy_(loss + mean)
+        self.current_flos = flops + self._sums["flops"]
+        norm = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
+        self._loop.last = [norm, learning_rate]
+        self.elastic_run.commit()
+
+    # -- logs, evaluations and saves --------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: Any,
+        model: Any,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        loader = self._updates.loader
+        if self.elastic_run.in_step:
+            self._end_update(grad_norm, learning_rate)
+            if loader.position.step == len(loader):
+                next(self._steps, None)  # ends the pass
+        else:
+            if self._steps is not None:
+                self._steps.close()
+            self._do_once("epoch", self._end_epoch, int(epoch))
+        self._work(
+            {
+                "model": model,
+                "trial": trial,
+                "epoch": epoch,
+                "ignore_keys_for_eval": ignore_keys_for_eval,
+                "start_time": start_time,
+            }
+        )
+
+    def _end_epoch(self, epoch: int) -> None:
+        assert self._loop is not None
+        self._loop.ended_epochs = epoch + 1
+
+    def _do_once(self, name: str, function: Callable[..., None], *args: Any) -> None:
+        """Complete a unit of work, and count it."""
+        loop = self._loop
+        assert loop is not None
+
+        def count_and_do() -> None:
+            loop.units += 1
+            function(*args)
+
+        self.elastic_run.once(name, count_and_do, at=loop.units)
+
+    def _work(self, call: Mapping[str, Any]) -> None:
+        """Log, evaluate and save if that is due."""
+        for flag, name in _FLAGS.items():
+            if getattr(self.control, flag):
+                self._do_once(name, self._do, flag, call)
+
+    def _do(self, flag: str, call: Mapping[str, Any]) -> None:
+        assert self._loop is not None
+        others = {each: getattr(self.control, each) for each in _FLAGS if each != flag}
+        if flag == "should_evaluate" and self.args.save_strategy == SaveStrategy.BEST:
+            others["should_save"] = False  # the evaluation decides
+        vars(self.control).update(dict.fromkeys(others, False))
+        grad_norm, learning_rate = self._loop.last
+        super()._maybe_log_save_evaluate(  # type: ignore[misc]
+            self._tr_loss,
+            grad_norm,
+            call["model"],
+            call["trial"],
+            call["epoch"],
+            call["ignore_keys_for_eval"],
+            call["start_time"],
+            learning_rate=learning_rate,
+        )
+        # Callbacks may have set others.
+        new = {each: getattr(self.control, each) or value for each, value in others.items()}
+        vars(self.control).update(new | {flag: False})
+
+    def _evaluate(self, *args: Any, **options: Any) -> Any:
+        """An evaluation at the start of training is a unit of its own."""
+        evaluate = super()._evaluate  # type: ignore[misc]
+        if self.elastic_run.has_world and self._has_begun_epoch is None:
+            return evaluate(*args, **options)
+        return self.elastic_run.once("eval_on_start", evaluate, *args, **options)
+
+    # -- after the loop ---------------------------------------------------------------------------
+
+    def _finalize_training(self, *args: Any, **options: Any) -> TrainOutput:
+        self.control.should_training_stop = self._is_stopped
+        finalize = super()._finalize_training  # type: ignore[misc]
+        output = self.elastic_run.once("finalize", lambda: list(finalize(*args, **options)))
+        self.is_in_train = False
+        return TrainOutput(*output)
+
+    def evaluate(self, *args: Any, **options: Any) -> Any:
+        """See Trainer. Outside of training, all ranks repeat an evaluation that a fault interrupts;
+        before the first training each of them evaluates all samples."""
+        evaluate = super().evaluate  # type: ignore[misc]
+        if self.is_in_train:
+            return evaluate(*args, **options)
+        if self._loop is None:
+            with self._alone():
+                return evaluate(*args, **options)
+        return self.elastic_run.once("evaluation", evaluate, *args, **options)
+
+    def predict(self, *args: Any, **options: Any) -> Any:
+        """See Trainer, and :meth:`evaluate`."""
+        predict = super().predict  # type: ignore[misc]
+        if self._loop is None:
+            with self._alone():
+                return predict(*args, **options)
+        return self.elastic_run.retry(predict, *args, is_last=False, **options)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Before the first world there are no other ranks."""
+        state = PartialState()
+        rank, size, kind = state.process_index, state.num_processes, state.distributed_type
+        _set_processes(rank, 1)
+        _set_distributed(DistributedType.NO)
+        try:
+            yield
+        finally:
+            _set_processes(rank, size)
+            _set_distributed(kind)
+
+
+def _set_distributed(kind: DistributedType) -> None:
+    for state in (PartialState, AcceleratorState):
+        if state._shared_state:
+            state._shared_state["distributed_type"] = kind
+
+
+def _without_items(batch: Any) -> Any:
+    """A batch of which no item counts: Trainer counts the labels other than -100."""
+    if not isinstance(batch, Mapping):
+        return batch
+    masked = {
+        name: torch.full_like(batch[name], -100)
+        for name in ("labels", "shift_labels")
+        if isinstance(batch.get(name), torch.Tensor)
+    }
+    return {**batch, **masked}
+
+
+class _ByRestart:
+    """With a version of transformers that is not supported: plain Trainer."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        get_logger().warning(
+            "transformers %s has no %s: the job recovers by restarts, from the checkpoints that "
+            "trainer.train(resume_from_checkpoint=…) loads. Versions that recover in process are "
+            "in docs/how-to/hugging-face.md",
+            transformers.__version__,
+            ", ".join(_MISSING),
+        )
+        super().__init__(*args, **options)
+
+
+class ElasticTrainerMixin(_InProcess if IS_SUPPORTED else _ByRestart):  # type: ignore[misc]
+    """Recovery in process for a subclass of Trainer ::
+
+        class ElasticSFTTrainer(ElasticTrainerMixin, SFTTrainer): ...
+
+    ``elastic_run`` is the job's :class:`elastic.Run`. Raises ConfigError for a training that cannot
+    recover in process: docs/how-to/hugging-face.md.
+    """
+
+    elastic_run: elastic.Run
+
+
+class ElasticTrainer(ElasticTrainerMixin, Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` whose updates are steps of an elastic job."""

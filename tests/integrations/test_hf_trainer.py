@@ -1,0 +1,334 @@
+"""Hugging Face Trainer with ``elastic.integrations.transformers``: all that plain Trainer trains,
+logs and saves on three undisturbed ranks, with ranks that die and join."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.testing.small_world.world import STOP, Death, RunOutcome, SmallWorld
+
+pytest.importorskip(
+    "transformers", reason="transformers is not installed: the extra [transformers]"
+)
+pytest.importorskip("accelerate", reason="accelerate is not installed: the extra [transformers]")
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = SCRIPTS / "hf_trainer.py"
+SIZE = 3
+WARM = [
+    "accelerate",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.optimization",
+    "transformers.trainer",
+]
+# Trainer sums the logged loss in float32.
+LOGGED = 1e-6
+
+
+@dataclass
+class Ran:
+    """A run of the script, and what each of its workers has left."""
+
+    outcome: RunOutcome
+    facts: list[dict[str, Any]]  # of the workers that have ended well
+
+    @property
+    def updates(self) -> dict[int, list[int]]:
+        """The samples of all ranks in each update."""
+        samples: dict[int, list[int]] = {}
+        for facts in self.facts:
+            for update, indices in facts["updates"].items():
+                samples[int(update)] = sorted(samples.get(int(update), []) + indices)
+        return samples
+
+
+@dataclass
+class Runs:
+    """Runs of the script, and the references among them: plain Trainer on three ranks."""
+
+    world: SmallWorld
+    folder: Path
+    _number: itertools.count[int] = field(default_factory=itertools.count)
+    _plain: dict[str, Ran] = field(default_factory=dict)
+
+    def plain(self, options: Mapping[str, Any]) -> Ran:
+        key = json.dumps(options)
+        if key not in self._plain:
+            self._plain[key] = self.run("plain", options)
+            self._plain[key].outcome.assert_success(workers=SIZE)
+        return self._plain[key]
+
+    def run(
+        self,
+        whose: str,
+        options: Mapping[str, Any],
+        *,
+        out: Path | None = None,
+        size: int = SIZE,
+        script: Path = SCRIPT,
+        **others: Any,
+    ) -> Ran:
+        folder = self.folder / str(next(self._number))
+        out = folder / "out" if out is None else out
+        variables = {"OUT": str(out), "ELASTIC_MAX_NODES": str(SIZE), "MASTER_ADDR": "127.0.0.1"}
+        outcome = self.world.run(
+            script,
+            folder,
+            size=size,
+            arguments=[whose, json.dumps(options)],
+            environment=variables,
+            is_counted=False,
+            **others,
+        )
+        left = {int(path.suffixes[-2][1:]): path for path in out.parent.glob(f"{out.name}.*.json")}
+        return Ran(outcome, [json.loads(left[w.pid].read_text()) for w in outcome.survivors])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with SmallWorld(imports=WARM) as world:
+        yield Runs(world, tmp_path_factory.mktemp("hf"))
+
+
+def at(place: str, *, rank: int, event: int, script: Path = SCRIPT) -> Death:
+    """A death before a line of the script with this comment."""
+    lines = script.read_text().splitlines()
+    (line,) = (number for number, text in enumerate(lines, 1) if text.endswith(f"# {place}"))
+    return Death(rank=rank, event=event, line=line)
+
+
+def assert_same(ran: Ran, plain: Ran, *, workers: int, weights: float = 1e-12) -> None:
+    """All ranks have trained, logged and saved what plain Trainer has."""
+    ran.outcome.assert_success(workers=workers)
+    expected = plain.facts[0]
+    for facts in ran.facts:
+        for name in ("state", "checkpoints"):
+            assert facts[name] == expected[name], name
+        assert facts["rates"] == pytest.approx(expected["rates"], rel=1e-12)
+        # Its last entry and its result have a remainder of the loss, in plain Trainer that of a
+        # rank, here that of all.
+        losses = [each["result"][1] for each in plain.facts]
+        assert facts["result"][0] == expected["result"][0]
+        assert facts["result"][1] == pytest.approx(sum(losses) / len(losses), abs=LOGGED)
+        assert len(facts["log"]) == len(expected["log"])
+        for entry, other in zip(facts["log"], expected["log"], strict=True):
+            assert entry.keys() == other.keys()
+            for name in entry.keys() - {"train_loss", "total_flos"}:
+                assert entry[name] == pytest.approx(other[name], abs=LOGGED), (name, other["step"])
+    assert_weights(ran, plain, weights)
+
+
+def assert_weights(ran: Ran, plain: Ran, tolerance: float) -> None:
+    reference = plain.outcome.survivors[0].result
+    for worker in ran.outcome.survivors:
+        for name, value in reference.items():
+            torch.testing.assert_close(worker.result[name], value, rtol=0, atol=tolerance, msg=name)
+
+
+MEANS: dict[str, Any] = {}
+TOKENS = {"model": "gpt2", "args": {"gradient_accumulation_steps": 2, "logging_steps": 1}}
+EVERYTHING = {
+    "metrics": True,
+    "patience": 3,
+    "args": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "accuracy",
+        "save_total_limit": 2,
+        "num_train_epochs": 4,
+        "learning_rate": 0.05,
+    },
+}
+EPOCHS = {
+    "metrics": True,
+    "patience": 1,
+    "args": {
+        "eval_strategy": "epoch",
+        "save_strategy": "best",
+        "logging_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "accuracy",
+        "num_train_epochs": 5,
+        "learning_rate": 0.05,
+        "gradient_accumulation_steps": 2,
+    },
+}
+# Trainer's token losses are float32 in part; bfloat16 rounds each batch.
+WEIGHTS = {"tokens": 1e-7, "lengths": 1e-7, "counted tokens": 1e-7, "bf16": 0.05}
+MATRIX: dict[str, dict[str, Any]] = {
+    "means": MEANS,
+    "tokens": TOKENS,
+    "everything": EVERYTHING,
+    "epochs": EPOCHS,
+    "accumulation": {"args": {"gradient_accumulation_steps": 3}},
+    "data workers": {
+        "args": {
+            "dataloader_num_workers": 2,
+            "gradient_accumulation_steps": 2,
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+        }
+    },
+    "lengths": TOKENS | {"args": {"train_sampling_strategy": "group_by_length"}},
+    "max_steps": {"args": {"max_steps": 7}},
+    "drop_last": {
+        "args": {"dataloader_drop_last": True, "gradient_accumulation_steps": 3},
+    },
+    "evaluations": {"evaluates": True, "args": {"eval_on_start": True}},
+    "bf16": {"model": "gpt2", "double": False, "args": {"bf16": True}},
+}
+QUICK = ("tokens", "everything")
+KINDS = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MATRIX]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_undisturbed_training_is_that_of_plain_trainer(runs: Runs, kind: str) -> None:
+    plain, ran = runs.plain(MATRIX[kind]), runs.run("elastic", MATRIX[kind])
+    assert_same(ran, plain, workers=SIZE, weights=1e-7 if kind in WEIGHTS else 1e-12)
+    assert ran.updates == plain.updates
+    for facts in ran.facts:
+        assert facts["events"] == plain.facts[0]["events"]
+        assert facts["flos"] == plain.facts[0]["flos"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_before_training_is_that_at_its_start(runs: Runs) -> None:
+    ran = runs.run("elastic", MATRIX["evaluations"])
+    for facts in ran.facts:
+        assert facts["before"] == pytest.approx(facts["log"][0]["eval_loss"], abs=1e-12)
+
+
+def check_death(runs: Runs, kind: str, death: Death, *, is_replaced: bool = False) -> None:
+    plain = runs.plain(MATRIX[kind])
+    ran = runs.run("elastic", MATRIX[kind], death=death, is_replaced=is_replaced)
+    assert ran.outcome.died_at, ran.outcome.describe()
+    if kind == "bf16":
+        ran.outcome.assert_success(workers=SIZE - 1)
+        assert_weights(ran, plain, WEIGHTS[kind])
+        return
+    workers = SIZE if is_replaced else SIZE - 1
+    assert_same(ran, plain, workers=workers, weights=WEIGHTS.get(kind, 1e-12))
+    for facts in ran.facts[: SIZE - 1]:  # survivors: nothing has happened twice
+        assert facts["events"] == plain.facts[0]["events"]
+
+
+PLACES = [
+    at("A BATCH", rank=1, event=5),
+    at("A BATCH", rank=0, event=8),
+    at("AN EVALUATED BATCH", rank=0, event=4),
+    at("A WRITTEN MODEL", rank=0, event=1),
+    at("STEP ENDS", rank=1, event=3),
+    at("EVALUATED", rank=2, event=2),
+    at("SAVED", rank=0, event=2),
+    at("EPOCH ENDS", rank=0, event=1),
+]
+NAMES = [
+    "in a step",
+    "of rank 0 in a step",
+    "in an evaluation",
+    "in a save",
+    "in on_step_end",
+    "in on_evaluate",
+    "in on_save",
+    "in on_epoch_end",
+]
+QUICK_PLACES = ("of rank 0 in a step", "in an evaluation", "in a save")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK_PLACES else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
+def test_a_death_changes_nothing(runs: Runs, name: str) -> None:
+    check_death(runs, "everything", PLACES[NAMES.index(name)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [name for name in MATRIX if name != "everything"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_death_changes_nothing_with(runs: Runs, kind: str, rank: int) -> None:
+    check_death(runs, kind, at("A BATCH", rank=rank, event=4))
+
+
+def test_a_node_joins(runs: Runs) -> None:
+    check_death(runs, "everything", at("A BATCH", rank=0, event=5), is_replaced=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [NAMES[2], NAMES[3], NAMES[7]])
+def test_a_node_joins_after_a_death(runs: Runs, name: str) -> None:
+    check_death(runs, "everything", PLACES[NAMES.index(name)], is_replaced=True)
+
+
+def killed(runs: Runs, options: Mapping[str, Any], event: int) -> Path:
+    """Kill all nodes of a job in this batch of a rank."""
+    out = runs.folder / f"killed-{next(runs._number)}" / "out"
+    ran = runs.run(
+        "elastic", options, out=out, death=at("A BATCH", rank=1, event=event), on_death=STOP
+    )
+    assert not ran.facts
+    return out
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(SIZE, marks=pytest.mark.slow)])
+def test_a_job_whose_nodes_have_all_died_continues_from_its_checkpoint(
+    runs: Runs, size: int
+) -> None:
+    options = EVERYTHING | {"join": {"when": 2}}
+    out = killed(runs, options, 8)
+    ran = runs.run("elastic", options, out=out, size=size)
+    assert_same(ran, runs.plain(EVERYTHING), workers=size)
+    assert "state-restored source='step-" in ran.outcome.workers[0].log
+
+
+@pytest.mark.slow
+def test_the_jobs_newer_checkpoint_wins_over_the_scripts(runs: Runs) -> None:
+    options = EVERYTHING | {"join": {"when": 1}, "resumes": True}
+    out = killed(runs, options, 8)
+    for folder in out.glob("checkpoint-6"):
+        folder.rename(folder.with_name("lost"))
+    ran = runs.run("elastic", options, out=out)
+    assert "the job continues from its own newer checkpoint" in ran.outcome.workers[0].log
+    ran.outcome.assert_success(workers=SIZE)
+    assert_weights(ran, runs.plain(EVERYTHING), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [50, 5], ids=["alone", "beside an older one"])
+def test_a_script_resumes_from_its_own_newer_checkpoint(runs: Runs, every: int) -> None:
+    without = EVERYTHING | {"patience": 100}  # plain Trainer restarts the count of the callback
+    options = without | {"join": {"when": every}, "resumes": True}
+    ran = runs.run("elastic", options, out=killed(runs, options, 10))
+    has_older = "the newer resume_from_checkpoint" in ran.outcome.workers[0].log
+    assert has_older == (every == 5), ran.outcome.describe()
+    ran.outcome.assert_success(workers=SIZE)
+    assert_weights(ran, runs.plain(without), 1e-12)
+    assert ran.facts[0]["state"] == runs.plain(without).facts[0]["state"]
+    assert ran.facts[0]["events"][1:3] == ["epoch begins 8", "step 9 1.800000"]
+
+
+REFUSED = {
+    "auto_find_batch_size=True changes": {"auto_find_batch_size": True},
+    "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "average_tokens_across_devices=False": {"average_tokens_across_devices": False},
+}
+
+
+@pytest.mark.parametrize(
+    "message", [*REFUSED][:1] + [pytest.param(m, marks=pytest.mark.slow) for m in [*REFUSED][1:]]
+)
+def test_what_cannot_recover_is_refused(runs: Runs, message: str) -> None:
+    ran = runs.run("elastic", {"args": REFUSED[message]})
+    errors = [worker.error for worker in ran.outcome.workers if worker.error]
+    assert errors
+    assert all(e.startswith("ConfigError: ElasticTrainer: ") and message in e for e in errors)
