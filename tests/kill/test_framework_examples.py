@@ -48,3 +48,38 @@ def test_the_others_finish_when_a_node_dies(
     for node in nodes[:2]:
         epoch, accuracy = re.findall(line, node.log_text())[-1]
         assert int(epoch) == EPOCHS - 1 and float(accuracy) > 0.9
+
+
+# Its file, what it needs, its updates in a world of three, and what it logs before the last.
+TRAINERS = [
+    ("hf_trainer.py", ("transformers", "accelerate"), 80),
+    pytest.param("trl_sft.py", ("trl", "peft", "datasets"), 50, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("example, needs, updates", TRAINERS)
+def test_a_trainer_makes_the_same_number_of_updates_when_rank_0_dies(
+    etcd: EmbeddedEtcd, tmp_path: Path, example: str, needs: tuple[str, ...], updates: int
+) -> None:
+    for package in needs:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    arguments = [str(tmp_path / "trained")]
+    script = EXAMPLES / example
+    with LocalCluster(
+        [etcd.endpoint], script, tmp_path / "job", args=arguments, fork_server=shared_fork_server()
+    ) as job:
+        nodes = [job.start_node() for _ in range(3)]
+        logged = r"'loss': .*'epoch'"
+        job.wait_for(
+            lambda: any(re.search(logged, n.log_text()) for n in nodes), PATIENCE_S, "a log"
+        )
+        (first,) = [node for node in nodes if re.search(logged, node.log_text())]
+        others = [node for node in nodes if node is not first]
+        before = worker_pids(others)
+        first.kill()
+        job.wait_for(lambda: job.generation() > 1, PATIENCE_S, "a world without it")
+        assert worker_pids(others) == before, "a worker was restarted"
+        ended = job.wait_ended()
+    assert {ended[node.name] for node in others} == {0}
+    said = "".join(node.log_text() for node in others)
+    assert re.findall(r"(\d+) updates, loss", said) == [str(updates)]
