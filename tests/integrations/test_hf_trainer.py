@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.testing.small_world.world import STOP, Death, RunOutcome, SmallWorld
+from elastic.testing.small_world.world import CALLS, STOP, Death, RunOutcome, SmallWorld
 
 pytest.importorskip(
     "transformers", reason="transformers is not installed: the extra [transformers]"
@@ -332,3 +332,43 @@ def test_what_cannot_recover_is_refused(runs: Runs, message: str) -> None:
     errors = [worker.error for worker in ran.outcome.workers if worker.error]
     assert errors
     assert all(e.startswith("ConfigError: ElasticTrainer: ") and message in e for e in errors)
+
+
+# ----------------------------------------------------------------------------
+# Subclasses of TRL, with the mixin before them.
+
+TRL = {
+    "sft": {"trainer": "sft"},
+    "sft of adapters": {"trainer": "sft", "lora": True, "accumulation": 2},
+    "sft, packed": {"trainer": "sft", "packing": True},
+    "dpo": {"trainer": "dpo"},
+    "dpo of adapters": {"trainer": "dpo", "lora": True, "accumulation": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def trl_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    for package in ("trl", "peft", "datasets"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    imports = ["datasets", "peft", "trl.trainer.dpo_trainer", "trl.trainer.sft_trainer"]
+    with SmallWorld(imports=[*WARM, "transformers.models.llama.modeling_llama", *imports]) as world:
+        yield Runs(world, tmp_path_factory.mktemp("trl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRL)
+def test_trainers_of_trl_are_those_without_a_death(trl_runs: Runs, kind: str) -> None:
+    script, options = SCRIPTS / "trl_trainers.py", TRL[kind]
+    plain = trl_runs.run("plain", options, script=script)
+    plain.outcome.assert_success(workers=SIZE)
+    for rank in (None, 0, 1):
+        death = None if rank is None else Death(rank=rank, event=40_000, counted=CALLS)
+        ran = trl_runs.run("elastic", options, script=script, death=death)
+        ran.outcome.assert_success(workers=SIZE if death is None else SIZE - 1)
+        # Norms of Llama and TRL's losses are float32.
+        assert_weights(ran, plain, 1e-7 if death is None else 1e-5)
+        for facts in ran.facts:
+            assert facts["state"] == plain.facts[0]["state"]
+            assert facts["checkpoints"] == plain.facts[0]["checkpoints"]
+            for entry, other in zip(facts["log"], plain.facts[0]["log"], strict=True):
+                assert entry == pytest.approx(other, abs=LOGGED, rel=LOGGED)
