@@ -413,7 +413,7 @@ class _InProcess:
     ) -> torch.nn.Module:
         prepared = prepare(model, device_placement, evaluation_mode=True)  # all but DDP
         if evaluation_mode:
-            return prepared  # type: ignore[no-any-return]
+            return prepared
         accelerator = self.accelerator
         handler = accelerator.ddp_handler
         options = {} if handler is None else handler.to_kwargs()
@@ -530,15 +530,17 @@ class _InProcess:
         self.accelerator.gradient_state._set_sync_gradients(True)
         changed: dict[str, Any] = {"epoch": epoch, "resume_from_checkpoint": None}
         if done:
-            batches = done * self.args.gradient_accumulation_steps
+            accumulated = self.args.gradient_accumulation_steps
+            batches = min(done * accumulated, call["steps_in_epoch"])
             changed |= {
                 "resume_from_checkpoint": "of the job",
                 "epochs_trained": epoch,
-                "steps_trained_in_current_epoch": min(batches, call["steps_in_epoch"]),
+                "steps_trained_in_current_epoch": batches,
             }
-            if self.control.should_epoch_stop or self.control.should_training_stop:
-                changed["num_update_steps_per_epoch"] = done
-            if done == len(loader) or "num_update_steps_per_epoch" in changed:
+            stops = self.control.should_epoch_stop or self.control.should_training_stop
+            if stops or done == len(loader):
+                # Trainer rounds the updates of these batches down.
+                changed["num_update_steps_per_epoch"] = batches // accumulated
                 self._pass_over()
         super()._run_epoch(**(call | changed))  # type: ignore[misc]
 
@@ -833,5 +835,5 @@ class ElasticTrainerMixin(_InProcess if IS_SUPPORTED else _ByRestart):  # type: 
     elastic_run: elastic.Run
 
 
-class ElasticTrainer(ElasticTrainerMixin, Trainer):  # type: ignore[misc]
+class ElasticTrainer(ElasticTrainerMixin, Trainer):
     """``transformers.Trainer`` whose updates are steps of an elastic job."""

@@ -3,8 +3,10 @@ logs and saves on three undisturbed ranks, with ranks that die and join."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.errors import ConfigError
 from elastic.testing.small_world.world import CALLS, STOP, Death, RunOutcome, SmallWorld
 
 pytest.importorskip(
@@ -260,6 +263,13 @@ def test_a_death_changes_nothing_with(runs: Runs, kind: str, rank: int) -> None:
     check_death(runs, kind, at("A BATCH", rank=rank, event=4))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["accumulation", "data workers", "epochs"])
+def test_a_death_at_the_end_of_an_epoch_changes_nothing(runs: Runs, kind: str) -> None:
+    """After its last update, which has fewer batches than others."""
+    check_death(runs, kind, at("EPOCH ENDS", rank=1, event=1))
+
+
 def test_a_node_joins(runs: Runs) -> None:
     check_death(runs, "everything", at("A BATCH", rank=0, event=5), is_replaced=True)
 
@@ -334,10 +344,49 @@ def test_what_cannot_recover_is_refused(runs: Runs, message: str) -> None:
     assert all(e.startswith("ConfigError: ElasticTrainer: ") and message in e for e in errors)
 
 
+def test_the_order_of_samples_is_that_of_accelerates_loaders(runs: Runs, tmp_path: Path) -> None:
+    outcome = runs.world.run(SCRIPTS / "hf_orders.py", tmp_path, size=1, is_counted=False)
+    outcome.assert_success(workers=1)
+    assert int(outcome.workers[0].result["compared"]) > 100
+
+
+OTHER_VERSION = """
+from transformers import Trainer
+Trainer._evaluate = lambda self, trial: None
+from elastic.integrations.transformers import IS_SUPPORTED, ElasticTrainer
+import torch
+from torch.utils.data import TensorDataset
+from transformers import TrainingArguments
+args = TrainingArguments(output_dir="{folder}", report_to=[], use_cpu=True)
+trainer = ElasticTrainer(model=torch.nn.Linear(1, 1), args=args)
+result = {{"is_supported": IS_SUPPORTED, "joined": hasattr(trainer, "elastic_run")}}
+"""
+
+
+def test_another_version_of_transformers_recovers_by_restarts(runs: Runs, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OTHER_VERSION.format(folder=tmp_path))
+    outcome = runs.world.run(script, tmp_path, size=1, is_counted=False)
+    outcome.assert_success(workers=1)
+    (worker,) = outcome.workers
+    assert not worker.result["is_supported"] and not worker.result["joined"]
+    assert "has no Trainer._evaluate(trial, ignore_keys_for_eval, skip_scheduler)" in worker.log
+    assert "the job recovers by restarts" in worker.log
+
+
+def test_without_transformers_one_sentence_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "elastic.integrations.transformers", raising=False)
+    with pytest.raises(ConfigError, match=r"needs transformers.*\n.*torch-elastic-harness\[transf"):
+        importlib.import_module("elastic.integrations.transformers")
+
+
 # ----------------------------------------------------------------------------
 # Subclasses of TRL, with the mixin before them.
 
-TRL = {
+TRL: dict[str, dict[str, Any]] = {
     "sft": {"trainer": "sft"},
     "sft of adapters": {"trainer": "sft", "lora": True, "accumulation": 2},
     "sft, packed": {"trainer": "sft", "packing": True},
