@@ -170,7 +170,7 @@ class _Plan:
             # A sampler that draws global random numbers continues from one epoch to the next, and
             # torch's DataLoader draws a seed for its workers before each.
             for each in range(epoch if self._has_seed else 0, epoch + 1):
-                torch.empty((), dtype=torch.int64).random_()
+                torch.empty((), dtype=torch.int64, device="cpu").random_()
                 drawn = self._draw(each)
         if self._is_even and drawn:  # Accelerate repeats the first samples
             missing = -len(drawn) % self._each
@@ -285,9 +285,13 @@ class _LoopState:
         return [each for each in callbacks if isinstance(each, ExportableState)]
 
 
+# Where TRL's trainers collect what they log with the next loss.
+_COLLECTED = ("_metrics", "_total_train_tokens")
+
+
 class _CallbackState:
-    """Simple attributes of callbacks that Trainer does not save. Those of a rank, which an
-    interrupted step, evaluation or save must not change twice."""
+    """Simple attributes of callbacks that Trainer does not save, and the metrics of TRL's trainers.
+    Those of a rank, which an interrupted step, evaluation or save must not change twice."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -297,11 +301,22 @@ class _CallbackState:
             str(number): {name: value for name, value in vars(each).items() if _is_simple(value)}
             for number, each in enumerate(self._owner.callback_handler.callbacks)
             if not isinstance(each, ExportableState)
-        }
+        } | {name: vars(self._owner)[name] for name in self._collected()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self._collected():
+            if isinstance(own := vars(self._owner)[name], dict):
+                for mode, values in own.items():  # stay of their class, with defaults
+                    values.clear()
+                    values.update(state[name].get(mode, {}))
+            else:
+                setattr(self._owner, name, state[name])
         for number, each in enumerate(self._owner.callback_handler.callbacks):
             vars(each).update(state.get(str(number), {}))
+
+    def _collected(self) -> list[str]:
+        own = vars(self._owner)
+        return [name for name in _COLLECTED if name in own and _is_simple(own[name])]
 
 
 def _is_simple(value: Any) -> bool:

@@ -52,6 +52,8 @@ ELSEWHERE = {
 REPLACED = {
     "elastic/groups/pending.py": {"dist.Work.wait", "sys.excepthook"},  # with an end
     "elastic/groups/faults.py": {"sys.excepthook"},  # reports the error, then calls the other one
+    # Accelerate's first process group is deferred, and a loader of the job skips nothing.
+    "elastic/integrations/transformers.py": {"PartialState.__init__", "trainer.skip_first_batches"},
     "elastic/hangs/page.py": {"pdb.Pdb.interaction"},  # a debugger prompt is not a hang
     # Processes that become another program: its arguments and files.
     "elastic/testing/forks/server.py": {

@@ -90,11 +90,14 @@ else:
         peft_config=lora,
     )
 trained = trainer.train()  # TRAINING
-state = trainer.state
+state, is_packed = trainer.state, options.get("packing", False)
 facts = {
     "state": {name: getattr(state, name) for name in ("global_step", "epoch", "max_steps")},
+    # Packed batches are padded, and so counted, together.
     "log": [
-        [entry["loss"], entry["learning_rate"]] for entry in state.log_history if "loss" in entry
+        [entry["loss"], entry["learning_rate"], 0 if is_packed else entry.get("num_tokens", 0)]
+        for entry in state.log_history
+        if "loss" in entry
     ],
     "checkpoints": sorted(n for n in os.listdir(os.environ["OUT"]) if n.startswith("checkpoint-")),
 }
