@@ -350,6 +350,7 @@ def _group_errors(journal: Path) -> list[str]:
 
 
 # An error in the output of `elastic run`: printed, or logged; and the line with its hint.
+_AFTERWARDS = "what happened: elastic events"  # the commands that show a job, after its end
 _ERROR = re.compile(
     r"^(?:elastic: |\S+ ERROR +\[[^]]*\] )(?P<message>.*)(?:\n  +(?P<hint>.*))?", re.MULTILINE
 )
@@ -363,7 +364,8 @@ def _of_end(current: str, journal: Path, lines: Sequence[str]) -> Finding:
     ended = [r.text("reason") for r in read_folder(journal)[0] if r.name == "job-ended"]
     if why := [*_group_errors(journal), *ended][-1:]:
         return checks.broken(current, why[0])
-    errors = list(_ERROR.finditer("\n".join(lines)))
+    said = [line for line in lines if _AFTERWARDS not in line]
+    errors = list(_ERROR.finditer("\n".join(said)))
     if not errors:
         return checks.broken(current, " ".join(lines[-2:]) or "the job has ended without a result")
     return failed(current, errors[-1]["message"], errors[-1]["hint"] or "start it again")

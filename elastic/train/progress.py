@@ -244,6 +244,7 @@ class RankProgress:
         # Calls that a job which resumes from a checkpoint had completed, and this script omits.
         self._omitted = 0
         self._returned = 0  # calls whose function has returned here or, by agreement, elsewhere
+        self._had_returned = False  # before the last return of the function
         self.tag: Tag | None = None  # of this rank's weights
         self.begun = False  # a step was begun
         self._place = ""  # of the boundary with which this world began
@@ -296,6 +297,7 @@ class RankProgress:
     def function_returned(self) -> None:
         """Record that the training function has returned on this rank. Its last step may not be
         committed yet: it ends with the function."""
+        self._had_returned = self.has_returned
         self._returned = max(self._returned, self.retries + 1)
         if self.is_past_end:
             self.is_before_place = self._is_step_missing = False
@@ -383,7 +385,7 @@ class RankProgress:
         """
         if not self.is_before_place:
             return
-        if self._is_step_missing and not self.has_returned:
+        if self._is_step_missing and not self._had_returned:
             raise TrainingError(
                 f"step {self._job.progress.step} was interrupted, and the function that run.retry "
                 "calls again has returned without it: its condition counts the step before the "

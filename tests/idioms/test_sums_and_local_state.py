@@ -114,7 +114,8 @@ def test_a_rank_that_does_not_sum_ends_all_with_an_error(
     script.write_text(HEAD + PARTLY.replace("WHEN", when))
     outcome = runs.world.run(script, tmp_path / "job", size=3)
     assert not outcome.survivors
-    assert all(worker.exit_code == 1 for worker in outcome.workers), outcome.describe()
+    # The host kills the others at the first end.
+    assert {worker.exit_code for worker in outcome.workers} <= {1, None}, outcome.describe()
     assert "call it on all ranks with the same names" in outcome.describe()
 
 

@@ -93,7 +93,15 @@ def assert_a_recovery_prints_three_lines(
     # cause further failures, and another node may now be the first, which logs the meaning of
     # restarts.
     beside = (
-        *("checkpoint-", "step ", "job-ended", "node-arrived", "worker-died", "waiting"),
+        *(
+            "checkpoint-",
+            "step ",
+            "job-ended",
+            "node-arrived",
+            "worker-died",
+            "waiting",
+            "what happened:",
+        ),
         "mode=restart:",
         *("node-suspected", "store-problem", "lease-lost", "straggler-", "run.log", "training"),
     )

@@ -16,6 +16,7 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.cluster import LocalCluster
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import TorchrunOptions, worker_pids
+from elastic.testing.waiting import PATIENCE_S
 
 SCRIPT = Path(__file__).parents[1] / "integrations" / "scripts" / "lightning_job.py"
 STEPS, EPOCHS = 12, 3  # of an epoch; epochs
@@ -44,7 +45,9 @@ class Job(LocalCluster):
 
     def wait_at(self, place: str) -> None:
         """Until rank 0 is at a place, where it waits."""
-        self.wait_for(lambda: (self.folder / f"at-{place}").exists() or None, 120.0, f"at {place}")
+        self.wait_for(
+            lambda: (self.folder / f"at-{place}").exists() or None, PATIENCE_S, f"at {place}"
+        )
 
     def go_on(self) -> None:
         (self.folder / "go").touch()

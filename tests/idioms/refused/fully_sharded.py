@@ -33,7 +33,7 @@ torch.set_default_dtype(torch.float64)
 x = torch.randn(96, 4)
 dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
 
-run = elastic.join()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+run = elastic.join()
 network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 model = run.wrap(fully_shard(network))
