@@ -23,7 +23,7 @@ divided by ``run.loader`` in training, and by Accelerate in evaluation. Sizes th
 derives from the number of processes, the global batch and the pace of schedulers, are those of the
 largest world in every world.
 
-Private names of Accelerate are used in this file only; :func:`_check_version` reads them once.
+Private names of Accelerate are used in this file only; :func:`_check_names` reads them once.
 """
 
 from __future__ import annotations
@@ -68,24 +68,21 @@ _PROCESSES = {
 }
 
 
-def _check_version() -> None:
+def _check_names(owner: object, *names: str) -> None:
     """Raise ConfigError if this version of Accelerate lacks a name that is used here."""
-    used = {
-        PartialState: ("_shared_state",),
-        AcceleratorState: ("_shared_state",),
-        GradientState: ("_add_dataloader", "_remove_dataloader", "_set_sync_gradients"),
-        Accelerator: ("prepare_model", "prepare_optimizer", "prepare_scheduler", "init_trackers"),
-    }
-    missing = [f"{c.__name__}.{n}" for c, names in used.items() for n in names if not hasattr(c, n)]
+    missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise ConfigError(
-            f"Accelerate {accelerate.__version__} has no {', '.join(missing)}",
+            f"{getattr(owner, '__name__', type(owner).__name__)} of Accelerate "
+            f"{accelerate.__version__} has no {', '.join(missing)}",
             hint="install a version that docs/how-to/accelerate.md names, or use plain "
             "Accelerator, which recovers by a restart",
         )
 
 
-_check_version()
+_check_names(PartialState, "_shared_state")
+_check_names(AcceleratorState, "_shared_state")
+_check_names(GradientState, "_add_dataloader", "_remove_dataloader", "_set_sync_gradients")
 
 
 def _set_processes(**values: int) -> None:
@@ -178,7 +175,7 @@ def _seedable_order(sampler: RandomSampler, seed: int | None, epoch: int) -> lis
     seedable = SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
+        num_samples=sampler.num_samples,
         generator=torch.Generator(),
         data_seed=seed,
     )
@@ -202,6 +199,9 @@ class ElasticAccelerator(Accelerator):
         if self.run.device.type == "cpu":
             kwargs.setdefault("cpu", True)  # or Accelerate would take each process for a job
         super().__init__(*args, **kwargs)
+        _check_names(
+            self, "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"
+        )
         if self.distributed_type not in _PROCESSES:
             raise ConfigError(
                 f"{self.distributed_type} does not recover in process under Accelerate",

@@ -1111,8 +1111,8 @@ def index(loop: StepLoop, loader: ElasticLoader) -> int:
 def _stack() -> tuple[tuple[int, int], ...]:
     """The instructions that are being executed."""
     frame: FrameType | None = sys._getframe(1)
-    found = []
+    instructions = []
     while frame is not None:
-        found.append((id(frame.f_code), frame.f_lasti))
+        instructions.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(instructions)

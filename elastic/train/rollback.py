@@ -365,7 +365,7 @@ class _LargeModule:
 
 
 def _mark(tensor: torch.Tensor) -> str:
-    """What stands in place of a large object's tensors."""
+    """What replaces a large object's tensors."""
     return _TENSOR
 
 

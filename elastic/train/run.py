@@ -1034,7 +1034,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         samples. They are rolled back with an interrupted step, and never overwritten by another
         rank's; a joining rank begins with its own new ones. A dead rank's part is lost, and so is a
         rank's part of a step that others have committed and it has not. They are not compared
-        between ranks, and not in checkpoints: after a restart they begin anew.
+        between ranks, and not in checkpoints: after a restart they are new.
         :meth:`gather_states` collects them; :meth:`sum_with_gradients` loses nothing.
 
         Raises TrainingError if it is called too late, for an object without these methods, for a
