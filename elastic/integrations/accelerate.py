@@ -85,7 +85,8 @@ _check_names(AcceleratorState, "_shared_state")
 _check_names(GradientState, "_add_dataloader", "_remove_dataloader", "_set_sync_gradients")
 
 
-def _set_processes(**values: int) -> None:
+def set_state(**values: Any) -> None:
+    """Replace what Accelerate reads once, such as its rank and size, by a world's."""
     for state in (PartialState, AcceleratorState):
         if state._shared_state:
             state._shared_state.update(values)
@@ -106,11 +107,11 @@ class _Scheduler(AcceleratedScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         current = AcceleratorState().num_processes
-        _set_processes(num_processes=self._processes)
+        set_state(num_processes=self._processes)
         try:
             super().step(*args, **kwargs)
         finally:
-            _set_processes(num_processes=current)
+            set_state(num_processes=current)
 
 
 class _Loader(PreparedLoader):
@@ -133,7 +134,7 @@ class _Loader(PreparedLoader):
             )
         if a.use_seedable_sampler and isinstance(given.sampler, RandomSampler):
             seed = a.dataloader_config.data_seed
-            order = functools.partial(_seedable_order, given.sampler, seed)
+            order = functools.partial(seedable, given.sampler, seed)
         size = getattr(given, "batch_size", None)
         if size is not None:
             size *= 1 if a.split_batches else a.run.largest_world
@@ -170,17 +171,17 @@ class _Loader(PreparedLoader):
         )
 
 
-def _seedable_order(sampler: RandomSampler, seed: int | None, epoch: int) -> list[int]:
-    """What SeedableRandomSampler draws in ``epoch``."""
-    seedable = SeedableRandomSampler(
+def seedable(sampler: RandomSampler, seed: int | None, epoch: int) -> SeedableRandomSampler:
+    """What Accelerate replaces a sampler with, ``use_seedable_sampler=True``, in an epoch."""
+    replaced = SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
         num_samples=sampler.num_samples,
         generator=torch.Generator(),
         data_seed=seed,
     )
-    seedable.set_epoch(epoch)
-    return list(seedable)
+    replaced.set_epoch(epoch)
+    return replaced
 
 
 class ElasticAccelerator(Accelerator):
@@ -211,7 +212,7 @@ class ElasticAccelerator(Accelerator):
         self.run.on_world(self._enter_world)
 
     def _enter_world(self, world: World) -> None:
-        _set_processes(num_processes=world.size, process_index=world.rank)
+        set_state(num_processes=world.size, process_index=world.rank)
         self.step = 0  # groups of accumulated batches are repeated from their first one
         self.gradient_state._set_sync_gradients(True)
         self._start_trackers()

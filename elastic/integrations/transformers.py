@@ -39,8 +39,7 @@ from elastic.train.sampler import Position
 
 try:
     import transformers
-    from accelerate.data_loader import SeedableRandomSampler
-    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
     from transformers import Trainer, trainer
     from transformers.trainer_callback import ExportableState, ProgressCallback
@@ -50,6 +49,8 @@ except ImportError as absent:
         f"elastic.integrations.transformers needs transformers and accelerate: {absent}",
         hint="pip install 'torch-elastic-harness[transformers]'",
     ) from absent
+
+from elastic.integrations.accelerate import seedable, set_state
 
 if TYPE_CHECKING:
     from elastic.groups.world import World
@@ -117,13 +118,6 @@ def _joining_first(initialize: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _set_processes(rank: int, size: int) -> None:
-    """Make Accelerate's rank and size, which it reads once, those of a world."""
-    for state in (PartialState, AcceleratorState):
-        if state._shared_state:
-            state._shared_state.update(process_index=rank, num_processes=size)
-
-
 if IS_SUPPORTED:
     trainer.skip_first_batches = _skip_first_batches(trainer.skip_first_batches)
     PartialState.__init__ = _joining_first(PartialState.__init__)
@@ -184,14 +178,7 @@ class _Plan:
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
         if self._is_seedable:
-            sampler = SeedableRandomSampler(
-                sampler.data_source,
-                replacement=sampler.replacement,
-                num_samples=sampler._num_samples,
-                generator=torch.Generator(),
-                data_seed=self._seed,
-            )
-            sampler.set_epoch(epoch)
+            sampler = seedable(sampler, self._seed, epoch)
         if not self.is_batched:
             return list(sampler)
         if type(batches) is BatchSampler:
@@ -410,7 +397,7 @@ class _InProcess:
         self.elastic_run.on_world(self._enter_world)
 
     def _enter_world(self, world: World) -> None:
-        _set_processes(world.rank, world.size)
+        set_state(process_index=world.rank, num_processes=world.size)
         self._eval_dataloaders: dict[str, Any] = {}  # those with workers are of the last world
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
@@ -796,20 +783,12 @@ class _InProcess:
     def _alone(self) -> Iterator[None]:
         """Before the first world there are no other ranks."""
         state = PartialState()
-        rank, size, kind = state.process_index, state.num_processes, state.distributed_type
-        _set_processes(rank, 1)
-        _set_distributed(DistributedType.NO)
+        size, kind = state.num_processes, state.distributed_type
+        set_state(num_processes=1, distributed_type=DistributedType.NO)
         try:
             yield
         finally:
-            _set_processes(rank, size)
-            _set_distributed(kind)
-
-
-def _set_distributed(kind: DistributedType) -> None:
-    for state in (PartialState, AcceleratorState):
-        if state._shared_state:
-            state._shared_state["distributed_type"] = kind
+            set_state(num_processes=size, distributed_type=kind)
 
 
 def _without_items(batch: Any) -> Any:
