@@ -25,7 +25,7 @@ TYPED := $(filter-out tests/kit,$(patsubst %/,%,$(wildcard tests/*/ tests/unit/*
   benchmarks/scripts
 AS_USERS_WRITE := tests/(idioms/(scripts|refused)|integrations/scripts)/
 
-.PHONY: demo test test-all concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-bench format clean
+.PHONY: demo test test-all concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-frameworks gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV) dev
@@ -107,7 +107,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/checkpoint.py
 
 # Each of the two takes less than ten minutes. Ranks that NCCL would not let share a GPU do so as if they were
-# on different hosts (tests/kit/shared_gpu.py). `make gpu-kills`: the in-process kill suite likewise.
+# on different hosts (tests/kit/shared_gpu.py). `make gpu-kills`: the in-process kill suite likewise;
+# `make gpu-frameworks`: Accelerate, Fabric, Lightning and Trainer, with those that are installed there.
 # `make gpu GPU_PYTHON=python3` uses that Python's torch, for example an image's, built for its driver.
 ifdef GPU_PYTHON
 GPU_BIN := build/gpu/bin
@@ -130,6 +131,9 @@ gpu-kills: $(GPU_STAMP)
 	SHARED_GPU=1 $(GPU_BIN)/python -m pytest -n 3 --dist loadfile -m "cluster and not soak" \
 	  tests/kill/test_in_process.py tests/kill/test_in_process_phases.py tests/kill/test_own_loops.py \
 	  tests/kill/test_deaths_in_replicas.py tests/kill/test_hsdp.py tests/kill/test_hangs.py
+
+gpu-frameworks: $(GPU_STAMP)
+	SHARED_GPU=1 $(GPU_BIN)/python -m pytest -n 8 -m "not soak" tests/integrations
 
 gpu-bench: $(GPU_STAMP)
 	$(GPU_BIN)/python benchmarks/gpu.py

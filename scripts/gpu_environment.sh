@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the virtual environment named by $1 over the packages of $GPU_PYTHON, whose torch it keeps, and adds what the
 # tests on a GPU need and that Python lacks. Safe to repeat. Offline: on another machine with the same Python,
-#     .venv/bin/pip freeze --exclude-editable | grep -vi '^torch==' > list && pip wheel --no-deps -w WHEELS -r list
+#     .venv/bin/pip freeze --all --exclude-editable | grep -vi '^torch==' > list && pip wheel --no-deps -w WHEELS -r list
 # and WHEELS=folder here.
 set -euo pipefail
 venv=${1:?usage: GPU_PYTHON=python3 gpu_environment.sh VENV}

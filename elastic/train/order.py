@@ -226,8 +226,8 @@ def is_any_absent(end: torch.Tensor) -> bool:
 def absent(ends: Sequence[torch.Tensor]) -> list[bool]:
     """The same for several sums, with one read of the device."""
     flags = [end[_ABSENT] for end in ends]
-    if len({flag.dtype for flag in flags}) > 1:
-        flags = [flag.double() for flag in flags]
+    if len({(flag.dtype, flag.device) for flag in flags}) > 1:
+        flags = [flag.double().cpu() for flag in flags]
     return [value > 0 for value in torch.stack(flags).tolist()] if flags else []
 
 

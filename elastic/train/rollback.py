@@ -116,9 +116,21 @@ def contents(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         plain = [t.detach() for t in tensors if t.numel() and not t.is_sparse]
         plain = [torch.view_as_real(t) if t.is_complex() else t for t in plain]
         if any(t.device.type != "cpu" for t in plain):
-            return tuple(torch.stack([digest_on_device(t) for t in plain]).tolist())
+            # One copy to the host for each device: a module may keep metrics on the CPU.
+            digests = {
+                device: iter(torch.stack([digest_on_device(t) for t in each]).tolist())
+                for device, each in _by_device(plain).items()
+            }
+            return tuple(next(digests[t.device]) for t in plain)
         flat = (t.contiguous().view(-1).view(torch.uint8) for t in plain)
         return tuple(xxhash.xxh3_64_intdigest(t.numpy().data) for t in flat)
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    grouped: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        grouped.setdefault(tensor.device, []).append(tensor)
+    return grouped
 
 
 def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:

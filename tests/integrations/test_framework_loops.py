@@ -21,11 +21,12 @@ from elastic.testing.small_world.world import Death, RunOutcome, SmallWorld
 SCRIPTS = Path(__file__).parent / "scripts"
 SIZE = 3
 EQUAL = 1e-12
+DEVICE = "kit.shared_gpu:share_if_told"
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[SmallWorld]:
-    with SmallWorld(imports=["accelerate", "lightning.fabric"]) as made:
+    with SmallWorld(prepare=DEVICE, imports=["accelerate", "lightning.fabric"]) as made:
         yield made
 
 
@@ -47,6 +48,7 @@ def plain(script: str, *options: str) -> dict[str, torch.Tensor]:
                 "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "NCCL_HOSTID": str(rank),  # for ranks that share a GPU
             },
             stdout=subprocess.PIPE,
             text=True,

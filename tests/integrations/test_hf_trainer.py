@@ -26,6 +26,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: the extra
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "hf_trainer.py"
 SIZE = 3
+DEVICE = "kit.shared_gpu:share_if_told"
 WARM = [
     "accelerate",
     "transformers.models.gpt2.modeling_gpt2",
@@ -97,7 +98,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with SmallWorld(imports=WARM) as world:
+    with SmallWorld(prepare=DEVICE, imports=WARM) as world:
         yield Runs(world, tmp_path_factory.mktemp("hf"))
 
 

@@ -28,13 +28,14 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = Path(__file__).parent / "scripts" / "lightning_script.py"
 SIZE = 3
 EQUAL = 1e-12
+DEVICE = "kit.shared_gpu:share_if_told"
 
 Options = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[SmallWorld]:
-    with SmallWorld(imports=["lightning.pytorch", "torchmetrics"]) as made:
+    with SmallWorld(prepare=DEVICE, imports=["lightning.pytorch", "torchmetrics"]) as made:
         yield made
 
 
@@ -192,7 +193,7 @@ def test_a_job_continues_from_its_own_checkpoint(lightning: Make) -> None:
 
 def test_the_other_package_of_lightning(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning")
-    with SmallWorld(imports=["pytorch_lightning", "torchmetrics"]) as other:
+    with SmallWorld(prepare=DEVICE, imports=["pytorch_lightning", "torchmetrics"]) as other:
         options = {"package": "pytorch_lightning", "epochs": 1, "trainer": {"num_nodes": 7}}
         jobs = Lightning(other, tmp_path, options)
         outcome = jobs.run("elastic", death=death("training step", 2, 0))

@@ -24,7 +24,7 @@ options = {
         use_seedable_sampler=True, data_seed=7, split_batches=bool(split)
     ),
     "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=accumulation),
-    "cpu": True,
+    "cpu": os.environ.get("SHARED_GPU") != "1",
 }
 if kind == "plain":
     accelerator = Accelerator(**options)
@@ -63,7 +63,7 @@ accelerator.register_for_checkpointing(best)
 
 def evaluate() -> float:
     model.eval()
-    total = torch.zeros(())
+    total = torch.zeros((), device=accelerator.device)
     samples = 0
     for x, y in eval_loader:
         with torch.no_grad():

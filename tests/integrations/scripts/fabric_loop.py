@@ -20,18 +20,19 @@ torch.set_default_dtype(torch.float64)
 inputs = torch.randn(96, 4)
 targets = inputs.sin().sum(1, keepdim=True)
 data = TensorDataset(inputs, targets)
+accelerator = "gpu" if os.environ.get("SHARED_GPU") == "1" else "cpu"
 
 
 if kind == "plain":
     fabric = Fabric(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=1,
         num_nodes=int(os.environ["WORLD_SIZE"]),
         strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
     )
 else:
     run = elastic.join(checkpoints=os.environ.get("FOLDER"))
-    fabric = ElasticFabric(run=run)
+    fabric = ElasticFabric(run=run, accelerator=accelerator)
 fabric.launch()
 model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -45,7 +46,7 @@ train_loader, eval_loader = fabric.setup_dataloaders(
 
 def evaluate() -> float:
     model.eval()
-    total = torch.zeros(())
+    total = torch.zeros((), device=fabric.device)
     with torch.no_grad():
         for x, y in eval_loader:
             total += ((model(x) - y) ** 2).sum()

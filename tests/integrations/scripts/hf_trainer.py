@@ -176,7 +176,7 @@ trainer = OwnTrainer(
         output_dir=os.environ["OUT"],
         report_to=[],
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=os.environ.get("SHARED_GPU") != "1",
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         **args,

@@ -54,6 +54,7 @@ def fork_ranks():
     for rank in range(1, ranks):
         if os.fork() == 0:
             os.environ["RANK"] = os.environ["GROUP_RANK"] = str(rank)
+            os.environ["NCCL_HOSTID"] = str(rank)  # for ranks that share a GPU
             return rank
     os.environ["RANK"] = "0"
     return 0
@@ -241,7 +242,7 @@ if OPTIONS["averaging"]:
     callbacks.append(pl.callbacks.WeightAveraging())
 trainer = pl.Trainer(
     **{
-        "accelerator": "cpu",
+        "accelerator": "gpu" if os.environ.get("SHARED_GPU") == "1" else "cpu",
         "devices": 1,
         "num_nodes": OPTIONS["ranks"],
         "max_epochs": OPTIONS["epochs"],
