@@ -220,9 +220,14 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> bytes:
-    """Read a private file. Raises OSError for a link, and for files that others own or can
+    """Read a private file. Raises PermissionError for a link, and for files that others own or can
     read."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise PermissionError(f"{path} is a link") from error
+        raise
     with os.fdopen(descriptor, "rb") as file:
         require_private(descriptor, path)
         return file.read(_MAX_BYTES)
