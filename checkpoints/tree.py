@@ -214,6 +214,8 @@ def has_plain_bytes(tensor: torch.Tensor) -> bool:
     """
     import torch
 
+    if torch.nn.parameter.is_lazy(tensor):  # of a lazy module: it has no shape yet
+        return False
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         return False
     if tensor.numel() == 0:

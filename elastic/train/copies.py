@@ -28,15 +28,17 @@ def copied(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         copy = value.detach().clone()
-        if kind is nn.Parameter:
-            return nn.Parameter(copy, requires_grad=value.requires_grad)
+        if type(copy) is not kind:  # a parameter, or a subclass of it
+            copy = copy.as_subclass(kind)
         return copy.requires_grad_() if value.requires_grad and value.is_leaf else copy
     if kind is dict:
         return {key: copied(item) for key, item in value.items()}
     if kind is list:
         return [copied(item) for item in value]
-    if isinstance(value, (set, bytearray)):
-        return type(value)(value)
+    if isinstance(value, set):
+        return like(value, value)
+    if isinstance(value, bytearray):
+        return kind(value)
     return value.copy() if is_array(value) else rebuilt(value, lambda _, item: copied(item))
 
 

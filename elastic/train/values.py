@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoints.errors import StateError
 from checkpoints.tensors import is_dtensor
-from checkpoints.tree import MAX_DEPTH, path_name
+from checkpoints.tree import MAX_DEPTH, has_plain_bytes, path_name
 from elastic.errors import TrainingError
 from elastic.train.sharding import local_value
 
@@ -87,7 +88,7 @@ def _plain(value: Any, path: _Path, types: Types) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return value
-    if isinstance(value, torch.Tensor) and not _is_trained(value):
+    if isinstance(value, torch.Tensor) and not _has_own_type(value):
         return value
     if len(path) > MAX_DEPTH:
         raise StateError(
@@ -110,24 +111,39 @@ def _plain(value: Any, path: _Path, types: Types) -> Any:
     return children if isinstance(children, torch.Tensor) else _plain(children, path, types)
 
 
-def _is_trained(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter, or another tensor for which gradients are computed. Subclasses
-    (DTensor) are stored by the rules of the format."""
-    if type(tensor) is nn.Parameter:
+def _has_own_type(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor with these elements would be another value: for a parameter, another
+    tensor for which gradients are computed, and a subclass. DTensors, and subclasses that hold
+    other tensors, are stored or refused by the rules of the format."""
+    kind = type(tensor)
+    if kind is torch.Tensor:
+        return tensor.requires_grad and tensor.is_leaf
+    if kind is nn.Parameter:
         return True
-    return type(tensor) is torch.Tensor and tensor.requires_grad and tensor.is_leaf
+    # Subclasses with attributes (quantised weights) are written into live ones, which keep them.
+    is_plain = not is_dtensor(tensor) and has_plain_bytes(tensor)
+    return is_plain and _class_named(_name_of(kind)) is kind and not _attributes_of(tensor)
 
 
 def _require_rebuildable(value: Any, path: _Path) -> None:
     kind = type(value)
     if _class_named(_name_of(kind)) is not kind:
         raise _unstorable(value, path, "its class is not defined at the top level of a module")
-    attributes = getattr(value, "__dict__", {}).keys() - _LOST_ATTRIBUTES
+    attributes = _attributes_of(value) - _LOST_ATTRIBUTES
     if attributes and isinstance(value, _BUILTIN_BASES) and not isinstance(value, enum.Enum):
         raise _unstorable(value, path, "it has attributes, which would be lost")
     if isinstance(value, defaultdict) and value.default_factory not in _FACTORIES:
         reason = "its default_factory is a function: use list, dict, set, int, float, …"
         raise _unstorable(value, path, reason)
+
+
+def _attributes_of(value: Any) -> set[str]:
+    """The names of a value's attributes, also of those in slots."""
+    names = set(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names.update((slots,) if isinstance(slots, str) else slots)
+    return {name for name in names if hasattr(value, name)}
 
 
 def _unstorable(value: Any, path: _Path, reason: str = "") -> StateError:
@@ -195,10 +211,18 @@ def _filled(kind: Any, items: Any, detail: Any) -> Any:
         list.extend(made, items)
         return made
     if issubclass(kind, deque):
-        return kind(items, detail)
-    if issubclass(kind, tuple):
-        return kind._make(items) if hasattr(kind, "_make") else kind.__new__(kind, tuple(items))
-    return kind(items)  # a set or frozenset
+        made = kind.__new__(kind)
+        deque.__init__(made, items, detail)
+        return made
+    if issubclass(kind, set):
+        made = kind.__new__(kind)
+        set.update(made, items)
+        return made
+    if issubclass(kind, frozenset):
+        return frozenset.__new__(kind, items)
+    # torch.Size, and the results of torch.max and others, are made in C++.
+    is_of_python = kind.__new__ is tuple.__new__ or isinstance(kind.__new__, FunctionType)
+    return tuple.__new__(kind, items) if is_of_python else kind(tuple(items))
 
 
 def _plain_enum(value: enum.Enum) -> Any:
@@ -207,6 +231,11 @@ def _plain_enum(value: enum.Enum) -> Any:
 
 def _typed_enum(kind: Any, plain: Any, _: Any) -> Any:
     return kind(plain) if issubclass(kind, enum.Flag) else kind[plain]
+
+
+def _typed_tensor(kind: Any, plain: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    tensor: torch.Tensor = plain.detach().as_subclass(kind)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _plain_number(value: Any) -> Any:
@@ -232,8 +261,7 @@ _BUILTIN_BASES = (dict, list, tuple, deque, set, frozenset, str, int, float, byt
 _LOST_ATTRIBUTES = {"_metadata"}  # of a module's state_dict: versions of its layout
 # The first that fits: an IntEnum is an int, and NumPy's float64 is a float.
 _FORMS = (
-    _Form(nn.Parameter, lambda v: v.detach(), lambda k, p, d: nn.Parameter(p, requires_grad=d)),
-    _Form(torch.Tensor, lambda v: v.detach(), lambda k, p, d: p.detach().requires_grad_(d)),
+    _Form(torch.Tensor, lambda v: v.detach().as_subclass(torch.Tensor), _typed_tensor),
     _Form(enum.Enum, _plain_enum, _typed_enum),
     _Form(_numpy("generic"), _plain_number, lambda k, p, d: k(p)),
     _Form(_numpy("ndarray"), _plain_array, lambda k, p, d: p.numpy()),
@@ -245,8 +273,9 @@ _FORMS = (
     _Form(str, str.__str__, lambda k, p, d: str.__new__(k, p)),
     _Form(int, int.__int__, lambda k, p, d: int.__new__(k, p)),
     _Form(float, float.__float__, lambda k, p, d: float.__new__(k, p)),
-    _Form(complex, lambda v: [v.real, v.imag], lambda k, p, d: k(*p)),
-    _Form((bytes, bytearray), lambda v: v.decode("latin-1"), lambda k, p, d: k(p, "latin-1")),
+    _Form(complex, lambda v: [v.real, v.imag], lambda k, p, d: complex.__new__(k, *p)),
+    _Form(bytes, lambda v: v.decode("latin-1"), lambda k, p, d: bytes.__new__(k, p, "latin-1")),
+    _Form(bytearray, lambda v: v.decode("latin-1"), lambda k, p, d: k(p, "latin-1")),
     _Form(pathlib.PurePath, str, lambda k, p, d: k(p)),
     _Form(torch.dtype, lambda v: str(v).removeprefix("torch."), lambda k, p, d: _dtype(p)),
 )  # fmt: skip
@@ -508,7 +537,8 @@ def _have_equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _can_hold(live: torch.Tensor, new: torch.Tensor) -> bool:

@@ -97,6 +97,49 @@ class Best:
     epoch: int = 0
 
 
+class Measured(list[Any]):
+    """Not a part of the list: an attribute in a slot."""
+
+    __slots__ = ("unit",)
+
+    def __init__(self) -> None:
+        self.unit = "ms"
+
+
+class Window(collections.deque[Any]):
+    def __init__(self, size: int) -> None:
+        super().__init__(maxlen=size)
+
+
+class Names(set[str]):
+    def __init__(self, *, prefix: str) -> None:
+        super().__init__(prefix)
+
+
+class Doubled(NamedTuple("_Doubled", [("x", int)])):
+    __slots__ = ()
+
+    def __new__(cls, x: int) -> Doubled:
+        return super().__new__(cls, 2 * x)
+
+
+class Code(bytes):
+    def __new__(cls, number: int) -> Code:
+        return super().__new__(cls, bytes([number]))
+
+
+class Constants(frozenset[int]):
+    pass
+
+
+class Embedding(torch.Tensor):
+    pass
+
+
+class Scale(nn.Parameter):
+    pass
+
+
 def local_class() -> Any:
     class Inner(NamedTuple):
         x: int
@@ -156,6 +199,11 @@ KEPT: dict[str, Any] = {
     "subclass of dict": dict.__new__(Record),
     "subclass of list": Rows([1]),
     "subclass of tuple": Triple([1, 2]),
+    "deque with other arguments": Window(3),
+    "set with other arguments": Names(prefix="ab"),
+    "namedtuple with other arguments": Doubled(2),
+    "bytes with other arguments": Code(7),
+    "subclass of frozenset": Constants([1]),
     "numpy.float64": np.float64(0.5),
     "numpy.float32": np.float32(0.1),
     "numpy.float16": np.float16(0.1),
@@ -172,6 +220,9 @@ KEPT: dict[str, Any] = {
     "tensor that requires gradients": torch.ones(2, requires_grad=True),
     "Parameter": nn.Parameter(torch.ones(2)),
     "frozen Parameter": nn.Parameter(torch.ones(2), requires_grad=False),
+    "conjugated tensor": torch.ones(2, dtype=torch.complex64).conj(),
+    "subclass of a tensor": torch.ones(2).as_subclass(Embedding),
+    "subclass of Parameter": Scale(torch.ones(2)),
     "torch.dtype": torch.bfloat16,
     "path": pathlib.PurePosixPath("a/b"),
     "state_dict of a module": nn.Linear(2, 2).state_dict(),
@@ -206,6 +257,8 @@ REFUSED: dict[str, Any] = {
     "array of objects": np.array([{}], dtype=object),
     "masked array": np.ma.masked_array([1.0], mask=[True]),
     "dict with attributes": Described(),
+    "list with attributes in slots": Measured(),
+    "parameter of a lazy module": nn.UninitializedParameter(),
     "defaultdict of a function": collections.defaultdict(lambda: 1),
     "class of a function": local_class(),
     "integer of 2000 bits": 1 << 2000,
@@ -216,10 +269,10 @@ REFUSED: dict[str, Any] = {
 
 def is_same(one: Any, other: Any) -> bool:
     """Whether two values have the same types, order and contents."""
-    if isinstance(one, torch.Tensor):
-        return one.requires_grad == other.requires_grad and _are_equal(one.detach(), other.detach())
     if type(one) is not type(other):
         return False
+    if isinstance(one, torch.Tensor):
+        return one.requires_grad == other.requires_grad and _are_equal(one.detach(), other.detach())
     if isinstance(one, dict):
         factories = [getattr(d, "default_factory", None) for d in (one, other)]
         return factories[0] is factories[1] and is_same([*one.items()], [*other.items()])
