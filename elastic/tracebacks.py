@@ -5,8 +5,11 @@ Workers shorten the traceback of the exception that ends them; agents and the le
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
+from collections.abc import Sequence
+from typing import Any
 
 _HEADER = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$')
@@ -18,6 +21,57 @@ _LIBRARIES = (
 )
 _MAX_FRAMES = 8
 _MAX_CHARS = 2000  # of the exception; shown in logs and stored in etcd
+
+
+_TYPE = re.compile(r"([\w.<>]+)(?=:|$)")
+_OURS = re.compile(r"(?:elastic|checkpoints)\.(?:\w+\.)*(?=\w+$)")
+_MAX_MEMBERS = 8  # of an exception group
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.11
+
+
+def described(error: BaseException) -> str:
+    """The exception's type and message; of an exception group, also those of its members.
+
+    Types are named with their module, except for Python's and this library's: a connection error of
+    an HTTP client is no lost peer, and a TrainingError of the script none of this library's. A
+    message that cannot be computed is replaced, as Python does.
+
+    >>> described(ValueError("boom")), described(KeyError())
+    ('ValueError: boom', 'KeyError: ')
+    """
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  raised by the script's class; Python prints this
+        text = "<exception str() failed>"
+    lines = [f"{_type_name(type(error))}: {text}"]
+    lines += [f"  {described(member)}" for member in members(error)[:_MAX_MEMBERS]]
+    return "\n".join(lines)
+
+
+def members(error: BaseException) -> Sequence[BaseException]:
+    """The exceptions of an exception group."""
+    return error.exceptions if isinstance(error, _GROUP) else ()
+
+
+def _type_name(kind: type[BaseException]) -> str:
+    if kind.__module__ == builtins.__name__:
+        return kind.__qualname__
+    return _OURS.sub("", f"{kind.__module__}.{kind.__qualname__}")
+
+
+def with_module(message: str, trace: str) -> str:
+    """A message of torch's error file, which names the type without its module, with the module
+    that the traceback names; as :func:`described` writes it.
+
+    >>> with_module("Timeout: gone", "Traceback (most recent call last):\\nhttpx.Timeout: gone")
+    'httpx.Timeout: gone'
+    """
+    name, printed = exception_name(message), exception_name(trace)
+    if not name or printed.rpartition(".")[2] != name:
+        return message
+    if printed == name and not hasattr(builtins, name):
+        printed = f"__main__.{name}"  # Python omits this module, too
+    return _OURS.sub("", printed) + message.removeprefix(name)
 
 
 def shorten(formatted: str) -> str:
@@ -74,14 +128,24 @@ def innermost_place(text: str) -> str:
     return f"{os.path.basename(frames[-1]['file'])}:{frames[-1]['line']}" if frames else ""
 
 
+def exception_name(text: str) -> str:
+    """The name of the exception's class, with its module if the text has it; "" for a text that
+    names none.
+
+    >>> exception_name("torch.OutOfMemoryError: CUDA"), exception_name("ended by SIGABRT")
+    ('torch.OutOfMemoryError', '')
+    """
+    name = _TYPE.match(exception_line(text))
+    return name.group() if name is not None else ""
+
+
 def exception_type(text: str) -> str:
     """The name of the exception's class, without its module; "" for a text that names none.
 
-    >>> exception_type("elastic.errors.ConfigError: nnodes=0"), exception_type("ended by SIGABRT")
-    ('ConfigError', '')
+    >>> exception_type("torch.OutOfMemoryError: CUDA out of memory")
+    'OutOfMemoryError'
     """
-    name = re.match(r"([\w.]+)(?=:|$)", exception_line(text))
-    return name.group().rpartition(".")[2] if name is not None else ""
+    return exception_name(text).rpartition(".")[2]
 
 
 def condense(text: str, limit: int) -> str:
@@ -115,6 +179,7 @@ _VARIABLE_PARTS = (
     (re.compile(r"^\s*\[rank\s*\d+\]:?\s*", re.IGNORECASE | re.MULTILINE), ""),
     (re.compile(r"(?<!\w)(['\"`])[^'\"`\n]*\1(?!\w)"), "'…'"),
     (re.compile(r"(?<!\w)(?:\w+://|~?/|\.{1,2}/)[^\s\])>]*"), "'…'"),
+    (re.compile(r"[\w.-]+(?:/[\w.-]+)+"), "'…'"),
     (re.compile(r"[\w.:-]*\d[\w:-]*(?:\.\w[\w:-]*)*"), "#"),
     (re.compile(r"#(?:(?:, *| *[x×*] *)#)+|#,(?=\))"), "#"),  # a shape
 )

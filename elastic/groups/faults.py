@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from elastic.errors import ElasticError, WorldLost
 from elastic.telemetry.events import WorldFault
 from elastic.telemetry.journal import EventSink, Position
-from elastic.tracebacks import shorten
+from elastic.tracebacks import described, members, shorten
 
 # ----------------------------------------------------------------------------
 # Classifies exceptions: those that mean that the world has ended, and failures of the script.
@@ -77,7 +77,7 @@ def unreachable_peers(error: BaseException) -> tuple[str, ...]:
     >>> unreachable_peers(RuntimeError("Connection closed by peer [10.0.0.2]:1769."))
     ()
     """
-    text = "\n".join(str(one) for one in causes(error))
+    text = "\n".join(map(described, causes(error)))
     return tuple(sorted({address for words in _TIMED_OUT for address in words.findall(text)}))
 
 
@@ -93,7 +93,8 @@ def may_stem_from_aborted_output(error: BaseException) -> bool:
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """The exception with all its causes and contexts, each once, as in a printed traceback."""
+    """The exception with all its causes, contexts and members, each once, as in a printed
+    traceback."""
     chain: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
@@ -103,6 +104,7 @@ def causes(error: BaseException) -> list[BaseException]:
         if isinstance(failure, ControlFlow):
             continue
         chain.append(failure)
+        left.extend(members(failure))
         left.append(failure.__cause__)
         if not failure.__suppress_context__:
             left.append(failure.__context__)
@@ -112,7 +114,7 @@ def causes(error: BaseException) -> list[BaseException]:
 def _must_surface(error: BaseException) -> bool:
     if isinstance(error, _ALWAYS_SURFACE) or not isinstance(error, Exception):
         return True  # KeyboardInterrupt, SystemExit
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _BROKEN_DEVICE)
+    return isinstance(error, RuntimeError) and any(t in described(error) for t in _BROKEN_DEVICE)
 
 
 def _is_fault(error: BaseException) -> bool:
@@ -120,7 +122,7 @@ def _is_fault(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    text = str(error)
+    text = described(error)
     return any(part in text for part in _GLOO) and _GLOO_ASSERTION not in text
 
 
@@ -218,7 +220,8 @@ class FailureHook:
             other(kind, error, trace)
         else:
             self._report_lost_peers(error, self._journal)
-        if _NO_GROUP in str(error) or _NO_LAUNCHER in str(error):
+        text = described(error)
+        if _NO_GROUP in text or _NO_LAUNCHER in text:
             sys.stderr.write(_NO_GROUP_YET)
 
     def _on_uncaught(self, error: BaseException) -> None:
@@ -228,7 +231,7 @@ class FailureHook:
             record(error, replaces=bool(self._wrote))
 
     def _describe(self, error: BaseException) -> None:
-        self.text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+        self.text = described(error).splitlines()[0][:500]
         self.is_of_the_world = is_world_fault(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -236,7 +239,7 @@ class FailureHook:
         self.failed = True
         if isinstance(error, ElasticError):
             self._exit_code = error.exit_code
-        text = self.text if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        text = self.text if isinstance(error, SystemExit) else described(error)
         self.notify(shortened(error, text), _exit_code_of(error))
 
     def _put_in_front(self) -> None:
@@ -272,7 +275,7 @@ def world_fault(error: BaseException, *, generation: int, step: int) -> WorldFau
     return WorldFault(
         generation=generation,
         step=step,
-        error=f"{type(error).__name__}: {error}",
+        error=described(error),
         traceback="".join(traceback.format_exception(error)),
     )
 
@@ -308,7 +311,7 @@ def record(error: Exception, *, replaces: bool = False) -> str:
     if not path or (not replaces and os.path.exists(path) and os.path.getsize(path) > 0):
         return ""
     try:
-        _record_raised(error)
+        _record_raised(_printable(error))
     except OSError as failure:
         sys.stderr.write(f"elastic: {path} could not be written: {failure}\n")
         return ""
@@ -325,3 +328,12 @@ def _record_raised(error: Exception) -> None:
         get_error_handler().record_exception(raised)
     finally:
         error.__traceback__ = trace  # without this function, which has nothing to do with it
+
+
+def _printable(error: Exception) -> Exception:
+    """The exception, or if its message cannot be computed, one that describes it."""
+    try:
+        str(error)
+    except Exception:  # noqa: BLE001  raised by the script's class
+        return RuntimeError(described(error)).with_traceback(error.__traceback__)
+    return error

@@ -29,7 +29,7 @@ from elastic.errors import ConfigError
 from elastic.membership.failures import is_consequence
 from elastic.membership.records import Member
 from elastic.telemetry.log import get_logger
-from elastic.tracebacks import exception_of, shorten
+from elastic.tracebacks import exception_of, shorten, with_module
 from elastic.tuning.options import signals_to_handle
 
 # ----------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def _error_of(failure: Any) -> str | None:
         return None
     trace = str((written.get("extraInfo") or {}).get("py_callstack") or "")
     frames = trace[: trace.rfind(exception_of(trace))] if trace else ""
-    return shorten(f"{frames}{written.get('message', '')}") or None
+    return shorten(frames + with_module(str(written.get("message", "")), trace)) or None
 
 
 @dataclass(frozen=True)

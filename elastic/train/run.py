@@ -40,6 +40,7 @@ from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.telemetry.runs import chosen_journal
 from elastic.torch_private import not_compiled_methods
+from elastic.tracebacks import described
 from elastic.train import loop as loops
 from elastic.train import rebuilding
 from elastic.train.changes import ChangeDetector
@@ -324,10 +325,12 @@ class Attempt:
         return True
 
 
+_ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_batch_size
+
+
 def _refuse_single_samples(error: BaseException, session: Session) -> None:
     """Raise ConfigError if BatchNorm has failed because a rank's share of a batch is one sample."""
-    # torch/nn/functional.py, _verify_batch_size
-    is_batch_norm = isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
+    is_batch_norm = isinstance(error, ValueError) and _ONE_SAMPLE in described(error)
     if not is_batch_norm or not session.lifecycle.has_world:
         return
     ranks = session.lifecycle.world.data_size

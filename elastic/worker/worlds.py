@@ -53,6 +53,7 @@ from elastic.link.link import (
 )
 from elastic.telemetry.events import Event
 from elastic.telemetry.log import get_logger
+from elastic.tracebacks import described
 from elastic.tuning.intervals import (
     LINK_CLOSE_S,
     WORKER_SLICE_S,
@@ -462,7 +463,7 @@ class Worlds:
         if self.is_superseded():
             return
         missing = error.missing if isinstance(error, GroupBuildFailed) else ()
-        text = f"{type(error).__name__}: {error}"
+        text = described(error)
         self.send(
             CollectiveFailure(
                 generation=self._entering,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -118,6 +120,40 @@ def test_sys_exit_is_reported_where_it_leaves_the_training_function(
     assert process.hook.failed is (exit_code is not None)
     for text, _ in process.reported:
         assert text.splitlines()[-1] == f"the script called sys.exit({code!r})"
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("text")
+
+
+class TrainingError(Exception):
+    """Of the script; this library has one, too."""
+
+
+def test_an_exception_without_a_printable_message_is_reported(process: Process) -> None:
+    error, text = raised(Mute()), f"{__name__}.Mute: <exception str() failed>"
+    process.hook.end_training(error)
+    assert process.recorded() == f"RuntimeError: {text}"
+    with contextlib.suppress(AttributeError):  # the other hook prints the message
+        fail(error)
+    assert [(reported.splitlines()[-1], code) for reported, code in process.reported] == [(text, 1)]
+
+
+def test_errors_of_the_script_are_told_from_this_librarys(process: Process) -> None:
+    fail(raised(TrainingError("of the script")))
+    assert process.reported[0][0].splitlines()[-1] == f"{__name__}.TrainingError: of the script"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no exception groups")
+def test_the_members_of_a_group_are_reported(process: Process) -> None:
+    group = vars(builtins)["ExceptionGroup"]("several", [ValueError("a bad sample"), OSError("b")])
+    fail(raised(group))
+    assert process.reported[0][0].splitlines()[-3:] == [
+        "ExceptionGroup: several (2 sub-exceptions)",
+        "  ValueError: a bad sample",
+        "  OSError: b",
+    ]
 
 
 def test_reporting_an_exception_leaves_its_traceback_as_it_was(process: Process) -> None:

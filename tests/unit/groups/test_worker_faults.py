@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,6 +98,14 @@ def raised_while_handling(error: BaseException, *, handled: BaseException) -> Ba
 def test_a_fault_wrapped_by_user_code_is_a_fault() -> None:
     assert is_world_fault(raised(ValueError("the step failed"), cause=CLOSED))
     assert is_world_fault(raised_while_handling(ValueError("cleanup"), handled=CLOSED))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no exception groups")
+def test_a_fault_in_a_group_is_a_fault() -> None:
+    """asyncio.TaskGroup wraps the errors of its tasks."""
+    group = vars(builtins)["ExceptionGroup"]
+    assert is_world_fault(group("tasks", [ValueError("cancelled"), group("inner", [CLOSED])]))
+    assert not is_world_fault(group("tasks", [ValueError("a bad sample")]))
 
 
 def test_a_fault_raised_while_handling_an_error_is_a_fault() -> None:
