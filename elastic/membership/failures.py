@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import re
 import signal
 from dataclasses import dataclass
 from enum import Enum
 
-from elastic.tracebacks import exception_line, exception_of, exception_type
+from elastic.tracebacks import exception_line, exception_name, exception_of
 
 # ----------------------------------------------------------------------------
 # The table of known failures: the patterns of their texts, and the meaning of each.
@@ -104,6 +105,9 @@ def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
 # memory.
 _XID_OF_HARDWARE = r"\bxid \([^)]*\): *(48|62|63|64|74|79|94|95|119|120|140)\b"
 
+_FABRIC = r"(\bgloo\b|nccl|process ?group|tcpstore|watchdog|\bsocket\b|\bbarrier\b)"
+_LATE = r"(timed? ?out|timeout|\bclosed|\breset|\brefused|\babort|\bstuck|unreachable)"
+
 RULES: tuple[Rule, ...] = (
     # -- this library ----------------------------------------------------------------------------
     _rule(
@@ -170,7 +174,7 @@ RULES: tuple[Rule, ...] = (
         r"all cuda-capable devices are busy or unavailable",
         r"unable to determine the device handle",
         r"nvidia-smi has failed because it couldn't communicate",
-        r"no cuda gpus are available",
+        r"no cuda gpus are available|no gpus found",
         is_local=True,
     ),
     _rule(
@@ -199,6 +203,16 @@ RULES: tuple[Rule, ...] = (
         ),
         is_local=True,
     ),
+    # (torch names a segment that it cannot write, also if the disk of /dev/shm is full.)
+    _rule(
+        "shared-memory",
+        Action.RESTART,
+        Confidence.HIGH,
+        "shared memory (/dev/shm) is full: enlarge it, or use fewer data workers",
+        r"killed by signal: bus error",
+        r"insufficient shared memory",
+        r"unable to (write to|open shared memory|resize)(?!.*too many open files).*(torch_|shared)",
+    ),
     _rule(
         "disk-full",
         Action.EXCLUDE_NODE,
@@ -216,15 +230,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # -- memory --------------------------------------------------------------------------------
     _rule(
-        "shared-memory",
-        Action.RESTART,
-        Confidence.HIGH,
-        "shared memory (/dev/shm) is full: enlarge it, or use fewer data workers",
-        r"killed by signal: bus error",
-        r"insufficient shared memory",
-        r"unable to (write to|open shared memory|resize).*(torch_|shared)",
-    ),
-    _rule(
         "gpu-out-of-memory",
         Action.RESTART,
         Confidence.MEDIUM,
@@ -241,7 +246,7 @@ RULES: tuple[Rule, ...] = (
         "the node's memory is exhausted",
         r"defaultcpuallocator: (can't|not enough) (allocate )?memory",
         r"\[errno 12\] cannot allocate memory",
-        r"^memoryerror\b",
+        r"^(numpy[\w.]*\._array)?memoryerror\b",
         kernel=(r"out of memory: killed process", r"\boom-kill:"),
     ),
     _rule(
@@ -273,6 +278,14 @@ RULES: tuple[Rule, ...] = (
         r"cublas_status_execution_failed",
         r"\bxid \([^)]*\): *(13|31|43|45)\b",
         kernel=(r"\bxid \([^)]*\): *(13|31|43)\b",),  # 45 also follows the kill of a process
+    ),
+    _rule(
+        "nccl-usage",
+        Action.STOP,
+        Confidence.MEDIUM,
+        "NCCL rejects how the script uses it, most often because two ranks use one GPU",
+        r"ncclinvalid(usage|argument)",
+        r"duplicate gpu detected",
     ),
     # -- the fabric ----------------------------------------------------------------------------
     _rule(
@@ -352,6 +365,8 @@ RULES: tuple[Rule, ...] = (
         r"\((slowdown|serviceunavailable|internalerror)\)",
         r"\[errno 11[0-3]\]",
         r"timeouterror: \[errno 110\]",
+        # Exceptions of its client, by their type: HTTP libraries, databases, stores.
+        r"^(?!torch\.|subprocess\.)\w+(\.\w+)*\.\w*(connect|timeout|timedout)\w*(:|$)",
     ),
     # -- the script ----------------------------------------------------------------------------
     _rule(
@@ -369,7 +384,8 @@ RULES: tuple[Rule, ...] = (
         Action.STOP,
         Confidence.HIGH,
         "a module or a library is missing",
-        r"(modulenotfounderror|importerror)\b",
+        r"^(\[rank\d+\]:? *)?(modulenotfounderror|importerror)\b",
+        r"distributed package doesn't have \w+ built in",
         r"cannot open shared object file",
         r"version `(glibc|glibcxx|cxxabi)_[\d.]+' not found",
         r"undefined symbol: ",
@@ -380,7 +396,7 @@ RULES: tuple[Rule, ...] = (
         Action.STOP,
         Confidence.MEDIUM,
         "a file is missing, or not readable",
-        r"(filenotfounderror|notadirectoryerror|permissionerror)\b",
+        r"^(\[rank\d+\]:? *)?(filenotfounderror|notadirectoryerror|permissionerror)\b",
         is_local=True,
     ),
     _rule(
@@ -409,7 +425,7 @@ RULES: tuple[Rule, ...] = (
         "each such world: use ElasticStrategy (docs/how-to/lightning.md), or compute num_nodes "
         "from WORLD_SIZE",
         # TorchElasticEnvironment.validate_settings
-        r"num_nodes=\d+` in lightning, but the product.* does not match the world size",
+        r"valueerror: .*num_nodes=\d+` in lightning, but .* does not match the world size",
     ),
     # -- the rest of the fabric ----------------------------------------------------------------
     _rule(
@@ -417,10 +433,9 @@ RULES: tuple[Rule, ...] = (
         Action.RESTART,
         Confidence.LOW,
         "a connection between ranks failed or timed out",
-        # These words are too common to be matched before errors of the script: "libnccl.so.2:
-        # cannot open shared object file" is missing software.
-        r"timed out|socket|network is unreachable|no route to host",
-        r"\bgloo\b|nccl|process ?group|tcpstore|watchdog",
+        # Of words as common as these, two are needed.
+        rf"{_LATE}.*{_FABRIC}|{_FABRIC}.*{_LATE}",
+        r"network is unreachable|no route to host",
         is_consequence=True,
     ),
 )
@@ -445,15 +460,16 @@ _OURS = re.compile(
     rf"{HANG}|the script called sys\.exit\("
     r"|local rank \d+ \(pid \d+\) (was ended|ended|disappeared)"
 )
-# Never raised by a broken connection, whatever the message.
-_OF_THE_SCRIPT = frozenset(
-    kind.__name__
-    for kind in (
-        ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError,
-        LookupError, NameError, NotImplementedError, OverflowError, RecursionError, TypeError,
-        UnboundLocalError, UnicodeDecodeError, ValueError, ZeroDivisionError,
-    )
-) | {"FileNotFoundError", "ModuleNotFoundError"}  # fmt: skip
+# The types of Python's that C++ code, the operating system and the import system raise. Messages of
+# all other types of Python's quote values (a KeyError consists of one): they match no words that do
+# not follow the type.
+_GROUPS = tuple(filter(None, [getattr(builtins, "BaseExceptionGroup", None)]))  # Python 3.11
+_OF_THE_SYSTEM = (OSError, ImportError, MemoryError, *_GROUPS)
+_OF_ANYTHING = (RuntimeError, SystemError, Exception, BaseException)
+# Those that a broken connection between ranks may raise. Errors of other libraries, which are named
+# with their module, are about other connections.
+_OF_A_CONNECTION = (ConnectionError, TimeoutError, *_GROUPS)
+_QUOTED = re.compile(r"(?<!\w)(['\"])[^'\"\n]*\1(?!\w)")  # names, paths and values
 _OOM_KILL = re.compile(r"(?:killed process |\boom-kill:.*\bpid=)(\d+)", re.IGNORECASE)
 
 
@@ -614,14 +630,29 @@ def _first_match(text: str) -> tuple[Rule, str] | None:
     if _is_ours(text):
         return None
     lines = [line.strip() for line in exception_of(text).splitlines() if line.strip()]
-    is_of_script = exception_type(text) in _OF_THE_SCRIPT
+    name = exception_name(text)
+    kind = getattr(builtins, name, None)
+    said = [(_QUOTED.sub("''", line), line) for line in lines]
+    is_quote, may_be_a_peer = _quotes_values(kind), _may_be_a_peer(name, kind)
     for rule in RULES:
-        if rule.is_consequence and is_of_script:
+        if rule.is_consequence and not may_be_a_peer:
             continue
-        for line in reversed(lines):
-            if rule.pattern.search(line):
+        matches = rule.pattern.match if is_quote else rule.pattern.search
+        for words, line in said[:1] if is_quote else reversed(said):
+            if matches(words):
                 return rule, line
     return None
+
+
+def _quotes_values(kind: type[BaseException] | None) -> bool:
+    return kind is not None and not (issubclass(kind, _OF_THE_SYSTEM) or kind in _OF_ANYTHING)
+
+
+def _may_be_a_peer(name: str, kind: type[BaseException] | None) -> bool:
+    """Whether an exception with this name, or a text without one, may be due to another rank."""
+    if kind is not None:
+        return issubclass(kind, _OF_A_CONNECTION) or kind in (*_OF_ANYTHING, OSError)
+    return "." not in name or name.startswith(("torch.", "elastic."))
 
 
 def _by_rule(rule: Rule, facts: FailureFacts, line: str) -> FailureVerdict:

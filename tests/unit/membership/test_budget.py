@@ -84,6 +84,7 @@ def at_line(line: int, exception: str) -> str:
         tuple(f"OSError: [Errno 98] 10.0.0.{n}:2951{n} is in use" for n in range(3)),
         tuple(f"FileNotFoundError: '/tmp/tmp{name}/x.pt'" for name in ("qwer", "asdf", "yxcv")),
         tuple(f"RuntimeError: no file /dev/shm/torch_{n}_{n}8 left" for n in range(3)),
+        tuple(f"RuntimeError: no shard data/{name}.tar" for name in ("left", "right", "both")),
         tuple(f"RuntimeError: shape '[{n}, 3]' is invalid for input of size {n}" for n in range(3)),
         tuple(f"ValueError: Expected {shape}" for shape in ("(2, 3)", "(20, 31, 4)", "(7,)")),
         tuple(at_line(7, f"KeyError: '{name}'") for name in ("cat", "dog", "cow")),

@@ -11,6 +11,8 @@ from kit.failure_corpus import CORPUS, SCRIPT, name_of
 from elastic.membership.failures import RULES, Action, FailureFacts, is_consequence, judge_failure
 
 DATA_WORKER = "data-worker-killed"
+DRIVER = "gpu-driver"
+SEGMENT = "RuntimeError: unable to open shared memory object </torch_1_2> in read-write mode"
 
 
 @pytest.mark.parametrize("example", CORPUS, ids=map(name_of, CORPUS))
@@ -99,6 +101,32 @@ NO_GROUP = "ValueError: Default process group has not been initialized"
         ("java.lang.OutOfMemoryError: Java heap space", 1, "unknown"),
         ("RuntimeError: the tokenizer is a system not yet initialized", 1, "unknown"),
         ("RuntimeError: job 802 failed with error 802", 1, "unknown"),
+        # Values that an error quotes: keys, names of files, commands, samples.
+        ("KeyError: 'ModuleNotFoundError'", 1, "unknown"),
+        ("KeyError: 'Xid (PCI:0): 79'", 1, "unknown"),
+        ("ValueError: the sample says: uncorrectable ECC error", 1, "unknown"),
+        ("AssertionError: on a read-only file system", 1, "unknown"),
+        ("RuntimeError: no layer 'nccl timeout'", 1, "unknown"),
+        # One common word is no failed connection.
+        ("RuntimeError: the watchdog sensor of sample 12 is NaN", 1, "unknown"),
+        ("RuntimeError: No backend type associated with device type cpu, use gloo", 1, "unknown"),
+        ("RuntimeError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!", 1, DRIVER),
+        ("RuntimeError: Distributed package doesn't have NCCL built in", 1, "missing-software"),
+        # Connections, time limits and refusals of other libraries.
+        ("requests.exceptions.ConnectionError: ('Connection aborted.', None)", 1, "service"),
+        (
+            "redis.ConnectionError: Error 111 connecting. Connection refused.",
+            1,
+            "service",
+        ),
+        ("httpx.ReadTimeout: timed out", 1, "service"),
+        ("subprocess.TimeoutExpired: Command 'ffmpeg' timed out after 30 seconds", 1, "unknown"),
+        ("wandb.errors.CommError: Run initialization has timed out", 1, "unknown"),
+        ("__main__.TrainingError: the loss is NaN", 1, "unknown"),
+        ("__main__.CheckpointImportError: no such format", 1, "unknown"),
+        # One text, two causes.
+        (f"{SEGMENT}: No space left on device (28)", 1, "shared-memory"),
+        (f"{SEGMENT}: Too many open files (24)", 1, "unknown"),
     ],
 )
 def test_rules_read_only_what_the_program_wrote(text: str, exit_code: int, rule: str) -> None:
