@@ -405,7 +405,8 @@ class FolderObjects:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(self._root / temporary)
-            if not is_unsupported(error):
+            # Where nothing can be written, the next write fails for the same reason.
+            if not _is_rename_refused(error):
                 raise
             self._renames_files = False
             self._write(key, data)
@@ -785,8 +786,13 @@ def _missing(path: str) -> FileNotFoundError:
 # like a damaged checkpoint.
 
 _MARK = ".commits-by-manifest"
-# The rename of a folder was refused. gcsfuse: EMFILE, too many files to copy; overlayfs: EXDEV.
-_NO_RENAME = {errno.EMFILE, errno.EXDEV}
+# Refusals of a rename. gcsfuse: EMFILE, too many files to copy; overlayfs: EXDEV; mounted buckets:
+# EPERM or EACCES, although new files and folders can be written.
+_NO_RENAME = {errno.EMFILE, errno.EXDEV, errno.EPERM, errno.EACCES}
+
+
+def _is_rename_refused(error: OSError) -> bool:
+    return is_unsupported(error) or error.errno in _NO_RENAME
 
 
 class FolderStorage(LocalStorage):
@@ -860,12 +866,14 @@ class FolderStorage(LocalStorage):
         """Whether the file system renames folders. If not, marks the root. None: not known, and the
         caller's write will fail for the same reason."""
         before, after = (f"{REMOVED_PREFIX}probe-{secrets.token_hex(4)}" for _ in range(2))
+        is_refused = is_unsupported
         try:
             self._renaming.make_folder(before)
             self._renaming.create(f"{before}/file").close()
+            is_refused = _is_rename_refused
             self._renaming.rename(before, after)
         except OSError as error:
-            if not is_unsupported(error) and error.errno not in _NO_RENAME:
+            if not is_refused(error):
                 return None
             with contextlib.suppress(FileExistsError):
                 self._renaming.create(_MARK).close()

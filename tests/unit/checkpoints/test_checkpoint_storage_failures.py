@@ -533,6 +533,9 @@ def test_a_file_system_without_fsync_of_folders_is_used(
         (errno.EOPNOTSUPP, False, True),
         (errno.EMFILE, False, False),
         (errno.EXDEV, False, True),
+        (errno.EXDEV, True, False),
+        (errno.EPERM, True, False),
+        (errno.EACCES, False, False),
     ],
 )
 def test_a_file_system_that_cannot_rename_is_used(
