@@ -119,9 +119,9 @@ def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> t
 #   step each time is progress.
 # - Worlds keep breaking without a healthy one in between: the budget is spent. Churn uses it up,
 #   too: nodes that are lost or leave repeatedly while the job makes no progress.
-# - As many worlds ended without a step, over the budget's whole window or longer. Only then do
-#   groups of live members that cannot be built count: the network may return, and each attempt
-#   takes seconds.
+# - As many worlds ended without a step, over the budget's whole window or longer; of worlds that
+#   wait for torch's default time limits, three. Only then do groups of live members that cannot be
+#   built count: the network may return, and each attempt takes seconds.
 #
 # A healthy world resets everything: one that made ``healthy_steps``, or lasted ``healthy_s`` if
 # steps are not known (restart mode).
@@ -130,6 +130,8 @@ _KILLED = (-9, -15)  # SIGKILL, SIGTERM: from outside
 _WRONG_USAGE = 2  # argparse's exit code
 # By how much a rank may be ahead of the reporting one: ranks differ by one step at most.
 _STEP_AHEAD = 1
+# The shortest of torch's default time limits, of a collective on NCCL.
+_SLOW_S = 600.0
 # One or two steps may only be a late report.
 _LATE_STEPS = 2
 
@@ -455,14 +457,16 @@ def _no_step_made(history: Sequence[Breakage], policy: FailureBudget) -> StopJob
     """More worlds than the budget ended without a step, over its window or longer.
 
     Each of them may take longer than the window has time for: the build of a group whose peers
-    do not answer, a collective that times out.
+    do not answer, a collective that times out, both after half an hour by torch's defaults. Of
+    worlds that slow, as many as of the same error are enough.
     """
     row = _row_without_a_step(history, policy)
     worlds = sum(b.attempts for b in row if b.counts or b.is_failed_build)
-    if worlds <= policy.budget or not (row[0].counts or row[0].is_failed_build):
+    if worlds < policy.same_error or not (row[0].counts or row[0].is_failed_build):
         return None
     lasted_s = row[0].at_s - row[-1].began_s
-    if lasted_s < policy.failure_window_s:
+    are_slow = lasted_s >= worlds * max(policy.failure_window_s, _SLOW_S)
+    if lasted_s < policy.failure_window_s or not (are_slow or worlds > policy.budget):
         return None
     reason = (
         f"{worlds} worlds in a row ended without a step within {lasted_s:.0f} s; the last was "

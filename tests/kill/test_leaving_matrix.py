@@ -49,13 +49,14 @@ CELLS = (
     (signal.SIGTERM, "evaluation of averaged weights", 1),
     (signal.SIGTERM, "averaged weights without copies", 1),
     (signal.SIGQUIT, "last step", 1),
+    (signal.SIGHUP, "forward", 1),
+    (signal.SIGQUIT, "callback", 1),
+    (signal.SIGTERM, "recovery", 1),
 )
 # The same mechanisms, at more moments and on more nodes.
 SLOW_CELLS = (
     (signal.SIGTERM, "import", 3),
     (signal.SIGINT, "data", 1),
-    (signal.SIGHUP, "forward", 1),
-    (signal.SIGQUIT, "callback", 1),
     (signal.SIGTERM, "evaluation", 1),
     (signal.SIGTERM, "evaluation on rank 0", 3),
     (signal.SIGINT, "last step", 1),
@@ -68,6 +69,7 @@ SLOW_CELLS = (
             (signal.SIGINT, 1),
             (signal.SIGHUP, 3),
         )
+        if (number, moment, nodes) not in CELLS
     ),
 )
 REST = [

@@ -247,18 +247,28 @@ def test_a_healthy_world_restores_the_budget() -> None:
     ],
 )
 def test_a_group_that_an_unmodified_script_cannot_build_ends_the_job(error: str) -> None:
-    """Each attempt takes half an hour, in which the agents see no step and no failure."""
+    """Each attempt takes half an hour, in which the agents see no step and no failure: not eleven
+    of them, which take 5.5 h, but three."""
     attempts = [
-        broke(failed(error), lived_s=1800.0, at_s=NOW - 1800.0 * number)
-        for number in range(10, -1, -1)
+        broke(failed(error), lived_s=1800.0, at_s=NOW - 1800.0 * number) for number in (2, 1, 0)
     ]
     assert judge(*attempts[1:]) is None
     stop = judge(*attempts)
     assert stop is not None and stop.exit_code == 70
-    assert "11 worlds in a row ended without a step within 19800 s" in stop.reason
+    assert "3 worlds in a row ended without a step within 5400 s" in stop.reason
     assert "all ports must be open" in stop.reason
-    trained = broke(RESET, lived_s=1800.0, at_s=attempts[4].at_s)
-    assert judge(*attempts[:4], trained, *attempts[5:]) is None
+    trained = broke(RESET, lived_s=1800.0, at_s=attempts[1].at_s)
+    assert judge(attempts[0], trained, attempts[2]) is None
+
+
+def test_attempts_of_minutes_end_the_job_by_their_number() -> None:
+    """The network has time to return: as much as the window, and as many attempts as the budget."""
+    error = failed("DistNetworkError: The client socket has timed out after 300000ms")
+    attempts = [
+        broke(error, lived_s=300.0, at_s=NOW - 300.0 * number) for number in range(10, -1, -1)
+    ]
+    assert judge(*attempts[1:]) is None
+    assert judge(*attempts) is not None
 
 
 def test_a_repeated_script_error_takes_precedence_over_the_budget() -> None:
