@@ -662,6 +662,7 @@ def _overwrites(frame: FrameType) -> bool:
 # The same applies to ``if i == 9: break`` with the count of ``enumerate(loader)``.
 
 _RANGES = ("range", "trange")
+_WRAPPERS = ("enumerate", "iter", "list", "reversed", "tqdm", "track", "tuple")
 _WAYS_OUT = (ast.Break, ast.Continue)
 _ENDS = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)
 
@@ -687,11 +688,15 @@ def refuse_range(
             continue
         tree, line = tree_of(frame), frame.f_lineno
         attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
-        if any(_is_in_body(line, n) and n.lineno > attempt for n in _whiles(tree)):
+        whiles = [n for n in _whiles(tree) if _is_in_body(line, n) and n.lineno > attempt]
+        counted = [loop for n in whiles if (loop := _as_range(n, tree)) is not None]
+        if len(counted) < len(whiles):
             return  # it may count in run.state
         loops += [
             (frame, loop)
-            for loop in _ranges_around(tree, line, needs_loop=is_innermost and is_over_loader)
+            for loop in _ranges_around(
+                tree, line, counted, needs_loop=is_innermost and is_over_loader
+            )
             if loop.lineno > attempt and _begins_alike(loop, tree, has_own_state=has_own_state)
         ]
         is_innermost = False
@@ -765,10 +770,13 @@ def _attempts_around(tree: ast.AST, line: int) -> Iterator[ast.For]:
                 yield node
 
 
-def _ranges_around(tree: ast.AST, line: int, *, needs_loop: bool) -> Iterator[ast.For]:
-    """Loops over ``range(n)`` around the line, without a way out. ``needs_loop``: the line must be
-    the head of another loop inside, or the range may count steps."""
-    for node in ast.walk(tree):
+def _ranges_around(
+    tree: ast.AST, line: int, counted: Iterable[ast.For], *, needs_loop: bool
+) -> Iterator[ast.For]:
+    """Loops over ``range(n)`` around the line, and of those ``counted`` alike, without a way out.
+    ``needs_loop``: the line must be the head of another loop inside, or the range may count
+    steps."""
+    for node in (*ast.walk(tree), *counted):
         if not isinstance(node, ast.For) or not _is_in_body(line, node):
             continue
         if needs_loop and not any(_is_head(line, n) for n in ast.walk(node) if n is not node):
@@ -787,12 +795,49 @@ def _is_head(line: int, node: ast.AST) -> bool:
 
 
 def _range_of(expression: ast.expr) -> ast.Call | None:
-    """The call of ``range``, possibly in a progress bar: ``tqdm(range(n))``."""
+    """The call of ``range``, possibly in a progress bar: ``tqdm(range(n))``. Of a list of
+    constants, ``range`` of their number."""
+    if isinstance(expression, (ast.List, ast.Tuple)):
+        is_constant = all(isinstance(n, ast.Constant) for n in expression.elts)
+        return _range(0, ast.Constant(len(expression.elts))) if is_constant else None
     if not isinstance(expression, ast.Call) or not expression.args:
         return None
     if isinstance(expression.func, ast.Name) and expression.func.id in _RANGES:
         return expression
-    return _range_of(expression.args[0]) if _is_named(expression.func, "tqdm") else None
+    is_wrapper = any(_is_named(expression.func, name) for name in _WRAPPERS)
+    return _range_of(expression.args[0]) if is_wrapper else None
+
+
+def _range(first: int, stop: ast.expr) -> ast.Call:
+    args = [ast.Constant(first), stop] if first else [stop]
+    return ast.Call(func=ast.Name("range"), args=args, keywords=[])
+
+
+def _as_range(loop: ast.While, tree: ast.AST) -> ast.For | None:
+    """A loop such as ``while epoch < 3``, with ``epoch = 0`` before it and ``epoch += 1`` at the
+    end of its body, as a loop over a range; None for any other one."""
+    test, last = loop.test, loop.body[-1]
+    if not isinstance(test, ast.Compare) or not isinstance(test.left, ast.Name):
+        return None
+    name, is_less = test.left.id, isinstance(test.ops[0], ast.Lt) and len(test.ops) == 1
+    stores = [_stored(n) for n in ast.walk(tree)].count(name)
+    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
+    values = [a.value for a in assigned if any(_stored(t) == name for t in a.targets)]
+    is_counted = isinstance(last, ast.AugAssign) and _stored(last.target) == name
+    if not (is_less and is_counted and stores == 2 and len(values) == 1):
+        return None
+    first = values[0].value if isinstance(values[0], ast.Constant) else None
+    is_one = isinstance(last.value, ast.Constant) and last.value.value == 1  # type: ignore[attr-defined]
+    if not isinstance(first, int) or not is_one:
+        return None
+    counted = ast.For(
+        target=ast.Name(name),
+        iter=_range(first, test.comparators[0]),
+        body=loop.body,
+        orelse=[],
+        type_comment=f"while {ast.unparse(test)}",  # for the error
+    )
+    return ast.copy_location(counted, loop)
 
 
 def _is_named(function: ast.expr, name: str) -> bool:
@@ -884,7 +929,8 @@ def _value_counted_epochs(expression: ast.expr, frame: FrameType) -> int:
 def _refusal_counted_epochs(
     loop: ast.For, count: str, *, is_over_loader: bool, is_in_retry: bool
 ) -> TrainingError:
-    target, counted = ast.unparse(loop.target), ast.unparse(loop.iter)
+    target = ast.unparse(loop.target)
+    header = loop.type_comment or f"for {target} in {ast.unparse(loop.iter)}"
     what = "the loader" if is_over_loader else "run.begin()"
     first = _start(loop)
     hint = f"for {target} in run.epochs({count}):"
@@ -898,10 +944,10 @@ def _refusal_counted_epochs(
     again = (
         "in the next world run.retry calls its function again, which"
         if is_in_retry
-        else "a restarted job resumes from its last checkpoint, but the range"
+        else "a restarted job resumes from its last checkpoint, but the loop"
     )
     return TrainingError(
-        f"`for {target} in {counted}` around {what}: {again} would count from {_start(loop)} and "
+        f"`{header}` around {what}: {again} would count from {_start(loop)} and "
         "train too long",
         hint=hint,
     )
