@@ -491,7 +491,7 @@ class Leadership:
         if self.roster.unsettled() or self._waits_for_registration(world, now):
             return None, now + RECHECK_S
         if world is None or world.members:  # (one without members has not gone on without them)
-            self._delete_ended(world.node_ids if world is not None else ())
+            self._delete_ended(entry, world.node_ids if world is not None else ())
         self._accounting.observe(self._context.status.step_rate)
         view = self._view(entry, done, now)
         self.waiting = waiting_nodes(view, now, self._policy)
@@ -516,12 +516,18 @@ class Leadership:
         limit_s = self._since_s + max(self._context.options.lease_s, ADOPTION_WAIT_S)
         return now < limit_s and bool(self.roster.unregistered(world))
 
-    def _delete_ended(self, needed: Collection[str] = ()) -> None:
+    def _delete_ended(self, entry: WorldEntry, needed: Collection[str] = ()) -> None:
         """Delete the records of nodes that have finished or left and are gone, which have no lease,
-        unless a decision needs them."""
+        unless a decision needs them: also one of a later leader, on a world that this one does not
+        know."""
+        keys = self._context.keys
         for node_id in self.roster.ended_and_gone():
             if node_id not in needed:
-                self._context.store.delete(self._context.keys.node(node_id))
+                self._context.store.compare_and_delete(
+                    keys.node(node_id),
+                    expected_revision=None,
+                    basis=(keys.world, entry.mod_revision),
+                )
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.flaps.quarantined(now)
@@ -592,7 +598,7 @@ class Leadership:
     def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
         ended = self.writer.end(outcome, reason, exit_code, entry)
         if ended is not None:
-            self._delete_ended()
+            self._delete_ended(entry)
             # The job's other keys are those that a node needs to learn of its end, or on leases.
             for key in (self._context.keys.replicas, self._context.keys.hang_verdict):
                 self._context.store.delete(key)

@@ -57,15 +57,22 @@ class RunSecret:
     """This agent's copy of the secret. Thread-safe: listeners read their keys at every
     handshake."""
 
-    def __init__(self, secret: SecretKey, root: str) -> None:
+    def __init__(self, secret: SecretKey, root: str, revision: int = 0) -> None:
         self._secret = secret
         self._root = root
+        self._revision = revision
         self._lock = threading.Lock()
 
     @classmethod
     def obtain(cls, store: KeyValue, keys: Keys) -> RunSecret:
         """The run's secret, created here if there is none yet. Raises CoordinationError."""
-        return cls(_stored(store, keys, SecretKey.generate()), keys.root)
+        secret, revision = _stored(store, keys, SecretKey.generate())
+        return cls(secret, keys.root, revision)
+
+    def basis(self, keys: Keys) -> tuple[str, int]:
+        """Its key and revision: a record that this node writes on condition of them is of the run
+        whose secret it has, also if etcd is wiped meanwhile, or the run's keys are deleted."""
+        return keys.secret, self._revision
 
     def key(self, purpose: str) -> SecretKey:
         """The key for one purpose of this run."""
@@ -73,12 +80,12 @@ class RunSecret:
             return self._secret.derive(purpose, self._root)
 
     def restore(self, store: KeyValue, keys: Keys) -> None:
-        """After etcd was wiped, write the secret back, or adopt the one that a joining node has
-        created since.
+        """After etcd was wiped, or the run's keys were deleted, write the secret back, or adopt the
+        one that a joining node has created since.
 
         Open connections remain; new ones use the store's secret.
         """
-        stored = _stored(store, keys, self._secret)
+        stored, self._revision = _stored(store, keys, self._secret)
         with self._lock:
             has_changed, self._secret = stored != self._secret, stored
         if has_changed:
@@ -87,18 +94,20 @@ class RunSecret:
             )
 
 
-def _stored(store: KeyValue, keys: Keys, proposed: SecretKey) -> SecretKey:
-    """The one in the store; ``proposed`` if there was none."""
+def _stored(store: KeyValue, keys: Keys, proposed: SecretKey) -> tuple[SecretKey, int]:
+    """The one in the store, ``proposed`` if there was none, and its revision."""
     entry = store.get(keys.secret)
     if entry is None:
         record = encode(Secret(secret=proposed.text))
-        if store.compare_and_swap(keys.secret, record, expected_revision=0) is not None:
-            return proposed
+        revision = store.compare_and_swap(keys.secret, record, expected_revision=0)
+        if revision is not None:
+            return proposed, revision
         entry = store.get(keys.secret)
     if entry is None:
         raise _broken(keys.secret, "was deleted immediately")
     try:
-        return SecretKey.parse(decode(Secret, entry.key, entry.value).secret)
+        secret = SecretKey.parse(decode(Secret, entry.key, entry.value).secret)
+        return secret, entry.mod_revision
     except ValueError as error:
         raise _broken(keys.secret, f"holds {error}") from None
 

@@ -388,18 +388,14 @@ class Registration:
                 self._context.options.lease_s, on_lost=lambda: self._context.post(LeaseEnded())
             )
             self._on_new_lease()
-            self._knows_world = False
-            # With a new lease the store may be a new one, too.
-            self._context.secret.restore(self._context.store, self._context.keys)
-            self._context.job_folder.restore(self._context.store, self._context.keys)
+            self._restore_run()  # with a new lease the store may be a new one, too
         node = self._context.status.node
         # The record of a finished node outlives its lease: a later leader would otherwise take the
         # node for lost, and interrupt the others.
         lease = None if node.state is NodeState.FINISHED else self._lease
         try:
-            self._context.store.put(
-                self._context.keys.node(node.node_id), encode(node), lease=lease
-            )
+            while not self._put(node, lease):
+                self._restore_run()  # somebody has deleted the job's keys
         except LeaseGone:  # the store detected it before the renewal did
             gone, self._lease = self._lease, None
             gone.close(revoke=False)
@@ -407,6 +403,25 @@ class Registration:
         world = None if self._knows_world else self._context.store.get(self._context.keys.world)
         self._knows_world = self.is_current = True
         return world
+
+    def _restore_run(self) -> None:
+        """Write what no node's record has and all nodes need, unless it is there."""
+        self._knows_world = False
+        self._context.secret.restore(self._context.store, self._context.keys)
+        self._context.job_folder.restore(self._context.store, self._context.keys)
+
+    def _put(self, node: Node, lease: Lease | None) -> bool:
+        """Write the record, unless the store no longer has the secret that this node has: nodes
+        with different secrets would not reach each other."""
+        context = self._context
+        revision = context.store.compare_and_swap(
+            context.keys.node(node.node_id),
+            encode(node),
+            expected_revision=None,
+            lease=lease,
+            basis=context.secret.basis(context.keys),
+        )
+        return revision is not None
 
     def on_lease_ended(self) -> None:
         """The lease no longer exists in the store; it may be an earlier one."""
@@ -431,8 +446,9 @@ class Registration:
             # The world without this node is not written yet, or has no members. Nodes that start
             # later could not tell its departure from a failure of its network, and would wait for
             # takeover_s. (The leader of the next world deletes the record.)
+            # (If the job's keys were deleted since, nothing depends on this node.)
             left = replace(node, running=None, in_process=False, replica_start="", replica=())
-            self._context.store.put(key, encode(left), lease=None)
+            self._put(left, None)
         else:
             self._context.store.delete(key)
 

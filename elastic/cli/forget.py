@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from elastic.cli.arguments import CommandParser, add_job_arguments
 from elastic.cli.stop import CODES, existing_job
-from elastic.cli.view import job_store, keys_of, read_job
-from elastic.errors import SYSTEM_CLOCK, ConfigError, StoreUnreachable
-from elastic.membership.records import Keys
-from elastic.store.keyvalue import KeyValue
+from elastic.cli.view import job_store, keys_of
+from elastic.errors import ConfigError, RecordError, StoreUnreachable
+from elastic.membership.records import Keys, Node, decode
+from elastic.store.keyvalue import Entry, KeyValue, Snapshot
 from elastic.telemetry import runs
 from elastic.telemetry.log import printable
 
@@ -24,9 +24,9 @@ def main(argv: Sequence[str]) -> int:
     is_known = any(run.run_id == keys.run_id for run in runs.local_runs())
     try:
         with job_store(args) as store:
-            if not is_known:
-                existing_job(store, keys, args)
             number = forget(store, keys)
+            if not (number or is_known):
+                existing_job(store, keys, args)
         print(f"{name}: {number} keys are deleted from etcd")
     except StoreUnreachable as error:
         run = next((run for run in runs.local_runs() if run.run_id == keys.run_id), None)
@@ -40,17 +40,37 @@ def main(argv: Sequence[str]) -> int:
 
 
 def forget(store: KeyValue, keys: Keys) -> int:
-    """Delete all keys of a job without nodes; returns their number. Raises ConfigError."""
-    nodes = read_job(store, keys, SYSTEM_CLOCK.wall()).nodes
-    if nodes:
-        raise ConfigError(
-            f"{printable(keys.run_id)} has {len(nodes)} nodes: "
-            f"{', '.join(printable(node.name, 60) for node in nodes[:10])}",
-            hint="end their agents first; `elastic stop` ends their training",
-        )
-    # The secret last: a run whose other keys are left could not be joined without it.
-    entries = sorted(store.list(keys.root).entries, key=lambda entry: entry.key == keys.secret)
-    return sum(store.delete(entry.key) for entry in entries)
+    """Delete all keys of a job without nodes; returns their number. Raises ConfigError.
+
+    At once, and only if a node has not registered since they were read: it would be left without a
+    key of its own. One that registers later writes the run's secret again.
+    """
+    while True:
+        keys_there = store.list(keys.root)
+        if names := _nodes(keys, keys_there):
+            raise ConfigError(
+                f"{printable(keys.run_id)} has {len(names)} nodes: "
+                f"{', '.join(printable(name, 60) for name in names[:10])}",
+                hint="end their agents first; `elastic stop` ends their training",
+            )
+        if store.delete_unchanged(keys.root, revision=keys_there.revision):
+            return len(keys_there.entries)
+
+
+def _nodes(keys: Keys, keys_there: Snapshot) -> list[str]:
+    """The nodes that hold a lease, which only agents do. (Records of nodes that have left or
+    finished have none.)"""
+    leased = [entry for entry in keys_there.entries if entry.lease_id]
+    names = [_name(entry) for entry in leased if entry.key.startswith(keys.nodes)]
+    # A finished node may lead until the others have, too.
+    return names or ["its leader" for entry in leased if entry.key == keys.leader]
+
+
+def _name(entry: Entry) -> str:
+    try:
+        return decode(Node, entry.key, entry.value).name
+    except RecordError:  # of another version
+        return entry.key.rpartition("/")[2]
 
 
 def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:

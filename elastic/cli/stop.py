@@ -38,8 +38,7 @@ def main(argv: Sequence[str]) -> int:
     within_s = seconds_of(args.timeout, "--timeout")
     keys = keys_of(args)
     with job_store(args) as store:
-        running_job(store, keys, args)
-        store.put(keys.stop, encode(Stop(by=_user(), time_s=SYSTEM_CLOCK.wall())))
+        request_stop(store, keys, args)
         name = printable(keys.run_id)
         try:
             view = wait_for_stop(store, keys, within_s, SYSTEM_CLOCK)
@@ -48,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
                 raise
             print(f"{name} has ended with its etcd on this machine: {printable(error.message)}")
             return 0
+    if view.done is not None:
+        print(f"{name} has ended before it stopped: {printable(view.done.reason)}")
+        return 0
     if view.state is not JobCondition.STOPPED:
         print(f"{name} still stops after {args.timeout}; see elastic status {name}")
         return TIMED_OUT
@@ -75,12 +77,25 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     return own
 
 
+def request_stop(store: KeyValue, keys: Keys, args: argparse.Namespace) -> None:
+    """Record that the job is to stop, unless it has ended. Raises ConfigError."""
+    record = encode(Stop(by=_user(), time_s=SYSTEM_CLOCK.wall()))
+    written = None
+    while written is None:  # it may end after it was read
+        running_job(store, keys, args)
+        written = store.compare_and_swap(
+            keys.stop, record, expected_revision=None, basis=(keys.done, 0)
+        )
+
+
 def wait_for_stop(store: KeyValue, keys: Keys, within_s: float, clock: Clock) -> JobView:
-    """Wait until no node of the job trains, at most ``within_s``; returns its last view."""
+    """Wait until no node of the job trains, or it has ended, at most ``within_s``; returns its
+    last view."""
     until_s = clock.monotonic() + within_s
     while True:
         view = read_job(store, keys, clock.wall())
-        if view.state is JobCondition.STOPPED or clock.monotonic() >= until_s:
+        is_over = view.state is JobCondition.STOPPED or view.done is not None
+        if is_over or clock.monotonic() >= until_s:
             return view
         clock.sleep(STOP_POLL_S)
 

@@ -572,6 +572,14 @@ def _by_key(entry: Entry) -> str:
 # (fail-over), ``calls`` (retries), ``lease``, ``watch``.
 
 
+def _conditions(
+    key: str, expected_revision: int | None, basis: tuple[str, int] | None
+) -> list[tuple[str, int]]:
+    """Keys, and the mod revisions that they must have."""
+    expected = [] if expected_revision is None else [(key, expected_revision)]
+    return expected if basis is None else [*expected, basis]
+
+
 class EtcdStore:
     """Implements :class:`~elastic.store.keyvalue.KeyValue` on etcd.
 
@@ -663,8 +671,7 @@ class EtcdStore:
         basis: tuple[str, int] | None = None,
     ) -> int | None:
         write = self._rpc.RequestOp(request_put=self._put_request(key, value, lease))
-        expected = [] if expected_revision is None else [(key, expected_revision)]
-        expected += [] if basis is None else [basis]
+        expected = _conditions(key, expected_revision, basis)
         reply = self._if_unchanged(f"swap {key}", key, expected, write, lease)
         if reply.message.succeeded:
             return int(reply.message.header.revision)
@@ -676,16 +683,35 @@ class EtcdStore:
                 return now.mod_revision
         return None
 
-    def compare_and_delete(self, key: str, *, expected_revision: int) -> bool:
+    def compare_and_delete(
+        self, key: str, *, expected_revision: int | None, basis: tuple[str, int] | None = None
+    ) -> bool:
         write = self._rpc.RequestOp(
             request_delete_range=self._rpc.DeleteRangeRequest(key=bytes_of(key))
         )
-        expected = [(key, expected_revision)]
+        expected = _conditions(key, expected_revision, basis)
         reply = self._if_unchanged(f"delete {key}", key, expected, write, None)
         if reply.message.succeeded:
             return bool(reply.message.responses[0].response_delete_range.deleted)
         # After a lost reply, the version to delete no longer exists: report success.
         return reply.in_doubt and not reply.message.responses[0].response_range.kvs
+
+    def delete_unchanged(self, prefix: str, *, revision: int) -> bool:
+        rpc = self._rpc
+        start, end = range_of(prefix)
+        older = rpc.Compare(
+            key=start,
+            range_end=end,
+            target=rpc.Compare.MOD,
+            result=rpc.Compare.LESS,
+            mod_revision=revision + 1,
+        )
+        delete = rpc.DeleteRangeRequest(key=start, range_end=end)
+        request = rpc.TxnRequest(
+            compare=[older], success=[rpc.RequestOp(request_delete_range=delete)]
+        )
+        reply = self._call(f"delete {prefix}", lambda c: c.kv.Txn, request)
+        return bool(reply.message.succeeded)
 
     def delete(self, key: str) -> bool:
         request = self._rpc.DeleteRangeRequest(key=bytes_of(key))

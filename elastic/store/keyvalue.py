@@ -149,8 +149,16 @@ class KeyValue(Protocol):
         """
         ...
 
-    def compare_and_delete(self, key: str, *, expected_revision: int) -> bool:
-        """Delete only if unchanged; True if this call has deleted it."""
+    def compare_and_delete(
+        self, key: str, *, expected_revision: int | None, basis: tuple[str, int] | None = None
+    ) -> bool:
+        """Delete under the conditions of :meth:`compare_and_swap`; True if this call has deleted
+        it."""
+        ...
+
+    def delete_unchanged(self, prefix: str, *, revision: int) -> bool:
+        """Delete all keys under ``prefix`` at once, unless one of them was written after
+        ``revision``, that of a :meth:`list`; returns whether they are deleted."""
         ...
 
     def delete(self, key: str) -> bool:

@@ -115,6 +115,30 @@ def test_compare_and_delete_keeps_a_newer_version(store: KeyValue, root: str) ->
     assert store.compare_and_delete(key, expected_revision=new) is False
 
 
+def test_a_key_is_deleted_only_while_its_basis_is_unchanged(store: KeyValue, root: str) -> None:
+    key, world = f"{root}nodes/a", f"{root}world"
+    written, revision = store.put(key, b"left"), store.put(world, b"8")
+    for expected in (written, None):
+        assert not store.compare_and_delete(key, expected_revision=expected, basis=(world, 0))
+    assert store.compare_and_delete(key, expected_revision=None, basis=(world, revision))
+    assert store.get(key) is None
+
+
+def test_a_prefix_is_deleted_only_while_none_of_its_keys_was_written(
+    store: KeyValue, root: str
+) -> None:
+    for name in ("job/a", "job/nodes/b", "job2/a"):
+        store.put(root + name, b"")
+    read = store.list(f"{root}job/").revision
+    joining = store.put(f"{root}job/nodes/c", b"")
+    assert store.delete_unchanged(f"{root}job/", revision=read) is False
+    assert len(store.list(f"{root}job/").entries) == 3
+    store.put(f"{root}job2/b", b"")  # of another job
+    assert store.delete_unchanged(f"{root}job/", revision=joining) is True
+    assert [e.key for e in store.list(root).entries] == [f"{root}job2/a", f"{root}job2/b"]
+    assert store.delete_unchanged(f"{root}job/", revision=joining) is True, "nothing to delete"
+
+
 def test_calls_on_a_closed_store_raise(store: KeyValue, root: str) -> None:
     store.close()
     with pytest.raises(CoordinationError, match="closed"):

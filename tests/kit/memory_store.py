@@ -88,7 +88,7 @@ class MemoryServer:
         with self.changed:
             self.leases.discard(lease_id)
             keys = [e.key for e in self.entries.values() if e.lease_id == lease_id]
-            self._delete(keys)
+            self.delete_all(keys)
 
     # -- calls of clients, all under the lock ----------------------------------------------
 
@@ -112,7 +112,7 @@ class MemoryServer:
 
     def delete(self, key: str) -> bool:
         with self.changed:
-            return self._delete([key] if key in self.entries else [])
+            return self.delete_all([key] if key in self.entries else [])
 
     def grant(self) -> int:
         with self.changed:
@@ -131,7 +131,8 @@ class MemoryServer:
             read = min((watch.revision for watch in self.watches), default=self.revision)
             self.history = [change for change in self.history if change.revision > read]
 
-    def _delete(self, keys: Sequence[str]) -> bool:
+    def delete_all(self, keys: Sequence[str]) -> bool:
+        """Delete these keys, which exist, at one revision."""
         if keys:
             self.revision += 1
         for key in keys:
@@ -176,16 +177,26 @@ class MemoryStore:
     ) -> int | None:
         with self.server.changed:
             self._check(f"swap {key}")
-            if expected_revision is not None and self._revision_of(key) != expected_revision:
-                return None
-            if basis is not None and self._revision_of(basis[0]) != basis[1]:
+            if not self._is_unchanged(key, expected_revision, basis):
                 return None
             return self.server.put(key, value, lease.id if lease is not None else 0)
 
-    def compare_and_delete(self, key: str, *, expected_revision: int) -> bool:
+    def compare_and_delete(
+        self, key: str, *, expected_revision: int | None, basis: tuple[str, int] | None = None
+    ) -> bool:
         with self.server.changed:
             self._check(f"delete {key}")
-            return self._revision_of(key) == expected_revision and self.server.delete(key)
+            is_unchanged = self._is_unchanged(key, expected_revision, basis)
+            return is_unchanged and self.server.delete(key)
+
+    def delete_unchanged(self, prefix: str, *, revision: int) -> bool:
+        with self.server.changed:
+            self._check(f"delete {prefix}")
+            entries = self.server.snapshot([prefix]).entries
+            if any(entry.mod_revision > revision for entry in entries):
+                return False
+            self.server.delete_all([entry.key for entry in entries])
+            return True
 
     def delete(self, key: str) -> bool:
         with self.server.changed:
@@ -224,6 +235,13 @@ class MemoryStore:
             raise CoordinationError(f"{what}: the store is closed")
         if self.server.down:
             raise StoreUnreachable(f"{what}: the memory store is disconnected")
+
+    def _is_unchanged(
+        self, key: str, expected_revision: int | None, basis: tuple[str, int] | None
+    ) -> bool:
+        expected = {} if expected_revision is None else {key: expected_revision}
+        expected |= {} if basis is None else dict([basis])
+        return all(self._revision_of(k) == revision for k, revision in expected.items())
 
     def _revision_of(self, key: str) -> int:
         entry = self.server.entries.get(key)
