@@ -193,6 +193,8 @@ class Histories(RuleBasedStateMachine):
         assert decision == decide(view, self.now, self.policy), "not deterministic"
         assert decision.reason
         if isinstance(decision, Proposal):
+            if revision == len(self.worlds):
+                self.check_reason(decision)
             self.check(decision, view)
             if revision == len(self.worlds):  # compare-and-swap
                 self.write(decision)
@@ -201,6 +203,18 @@ class Histories(RuleBasedStateMachine):
             if revision == len(self.worlds):
                 self.ended = decision
         return decision
+
+    def check_reason(self, proposal: Proposal) -> None:
+        """A world whose members train, or have finished and may be gone, is only extended."""
+        if self.world is None or self.world.state is WorldState.PAUSED:
+            return
+        members = [self.machines[node_id] for node_id in self.world.node_ids]
+        is_fine = all(m.record.running == self.world == m.key.running for m in members) and all(
+            m.record.state is NodeState.FINISHED is m.key.state
+            or (m.acts and m.record.state is NodeState.STARTING and m.silent_since_s is None)
+            for m in members
+        )
+        assert not is_fine or proposal.cause is Cause.JOINED, proposal.reason
 
     def check(self, proposal: Proposal, view: View) -> None:
         dead = {n.node.node_id for n in view.nodes if n.liveness is Liveness.DEAD}
@@ -518,11 +532,51 @@ class Histories(RuleBasedStateMachine):
         if may_lead and self.ended is None:
             assert self.world is not None and self.world.members
 
+    @precondition(lambda self: self.ended is None and len(self.machines) < 12)
+    @rule(number=st.integers(0, 8))
+    def all_nodes_leave_and_one_agent_hangs(self, number: int) -> None:
+        """It renews its lease, and its workers are not ended."""
+        for machine in self.machines.values():
+            if machine.acts:
+                self.ask_to_leave(machine)
+        self.the_leader_decides()
+        self.an_agent_freezes(number)
+        for _ in range(self.policy.max_nodes):
+            self.a_node_arrives()
+        self.the_leader_decides()
+
     @rule(number=st.integers(0, 8))
     def workers_finish(self, number: int) -> None:
         machine = self.pick(number, running=True)
         if machine is not None and machine.record.state is NodeState.STARTING:
             self.set(machine, replace(machine.record, state=NodeState.FINISHED))
+
+    @precondition(lambda self: len(self.machines) < 12)
+    @rule(number=st.integers(0, 8), exits=st.booleans(), elects=st.booleans())
+    def a_node_finishes_early_and_another_arrives(
+        self, number: int, exits: bool, elects: bool
+    ) -> None:
+        """The others may train on for long."""
+        machine = self.pick(number, running=True)
+        self.workers_finish(number)
+        if exits and machine is not None and machine.record.state is NodeState.FINISHED:
+            self.silence(machine)
+            machine.process_lives, machine.proved_dead = False, True
+            self.now += LEASE_S + 1
+        if elects:
+            self.a_new_leader_is_elected()
+        self.the_leader_decides()
+        self.a_node_arrives()
+
+    @precondition(lambda self: len(self.machines) < 12)
+    @rule(number=st.integers(0, 8))
+    def a_member_of_a_paused_world_falls_silent(self, number: int) -> None:
+        """Others arrive, with which the job could go on."""
+        self.a_node_dies(number, noticed=True)
+        self.the_leader_decides()
+        self.the_leader_cannot_reach_a_node(number)
+        for _ in range(self.policy.min_nodes):
+            self.a_node_arrives()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 400.0]))
     def time_passes(self, seconds: float) -> None:

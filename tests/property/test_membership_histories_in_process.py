@@ -376,9 +376,12 @@ class InProcessHistories(RuleBasedStateMachine):
         machine = self.pick(number, steps=False)
         if machine is not None:
             machine.silent_since_s = self.now
-            machine.is_frozen = freezes
             if freezes:
-                machine.permitted_until_s = self.now + permission_s(self.policy.takeover_s)
+                self.freeze(machine)
+
+    def freeze(self, machine: Machine) -> None:
+        machine.silent_since_s, machine.is_frozen = self.now, True
+        machine.permitted_until_s = self.now + permission_s(self.policy.takeover_s)
 
     @rule(number=NUMBER, elects=st.booleans())
     def a_node_is_isolated(self, number: int, elects: bool) -> None:
@@ -646,6 +649,20 @@ class InProcessHistories(RuleBasedStateMachine):
         if may_lead and self.ended is None:
             assert self.world is not None and self.world.members
 
+    @precondition(lambda self: self.ended is None and len(self.machines) < 12)
+    @rule(number=NUMBER)
+    def all_nodes_leave_and_one_agent_hangs(self, number: int) -> None:
+        """It renews its lease, and its workers are not ended."""
+        leaving = [machine for machine in self.machines.values() if machine.acts]
+        for machine in leaving:
+            self.ask_to_leave(machine)
+        self.the_leader_decides()
+        if leaving:
+            self.freeze(leaving[number % len(leaving)])
+        for _ in range(self.policy.max_nodes):
+            self.a_node_arrives(warm=False)
+        self.the_leader_decides()
+
     def dead_leases_expire(self) -> None:
         for machine in self.machines.values():
             machine.has_key = machine.has_key and machine.alive
@@ -659,6 +676,32 @@ class InProcessHistories(RuleBasedStateMachine):
         others = [self.machines[i] for i in group_of(group) or ()]
         for m in [machine] if only else [m for m in others if m.steps]:
             self.put(m, state=NodeState.FINISHED)
+
+    @precondition(lambda self: len(self.machines) < 10)
+    @rule(number=NUMBER, exits=st.booleans(), elects=st.booleans())
+    def a_node_finishes_early_and_another_arrives(
+        self, number: int, exits: bool, elects: bool
+    ) -> None:
+        """The others may train on for long."""
+        machine = self.pick(number, steps=True)
+        self.workers_finish(number, only=True)
+        if exits and machine is not None and machine.record.state is NodeState.FINISHED:
+            machine.alive = False
+        if elects:
+            self.a_new_leader_is_elected()
+        self.the_job_proceeds(seconds=2.0, enters=True)
+        self.a_node_arrives(warm=True)
+
+    @precondition(lambda self: len(self.machines) < 10)
+    @rule(number=NUMBER)
+    def a_member_of_a_paused_world_falls_silent(self, number: int) -> None:
+        """Others arrive, with which the job could go on."""
+        self.a_node_dies(number, key_too=True)
+        self.the_job_proceeds(seconds=2.0, enters=True)
+        self.a_node_falls_silent_with_its_lease(number, freezes=False)
+        for _ in range(self.policy.min_nodes):
+            self.a_node_arrives(warm=True)
+        self.all_nodes_get_ready()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 400.0]))
     def time_passes(self, seconds: float) -> None:
