@@ -149,6 +149,12 @@ JOB_ENDED = Metric(
     "1 for the outcome of the job once it has ended, else 0",
     ("outcome",),
 )
+JOB_STOPPED = Metric(
+    "elastic_job_stopped",
+    _GAUGE,
+    _AGENT,
+    "1 from `elastic stop` to `elastic resume` or the job's end, else 0",
+)
 
 # Progress.
 STEP = Metric(
@@ -660,6 +666,7 @@ class NodeReadings:
             yield NODE_STATE, (state.value,), node.state is state
         for outcome in Outcome:
             yield JOB_ENDED, (outcome.value,), done is not None and done.outcome is outcome
+        yield JOB_STOPPED, (), self.status.stop is not None and done is None
         nodes = self.node_states()
         yield IS_LEADER, (), nodes is not None
         for state in NodeState if nodes is not None else ():

@@ -162,11 +162,25 @@ def test_alerts_are_grouped_by_job_and_name_it() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_an_ended_job_raises_no_progress_alerts() -> None:
-    """Its agents are parked, and scraped, until the finisher has scaled them to 0."""
-    for rule in RULES:
-        if rule["alert"] in ("ElasticNoProgress", "ElasticNoLeader", "ElasticCheckpointOld"):
-            assert "unless" in rule["expr"] and "elastic_job_ended) == 1" in rule["expr"]
+# Alerts of a job that trains, or should.
+ABOUT_TRAINING = {"ElasticNoProgress", "ElasticNodesMissing", "ElasticNoLeader"}
+ABOUT_TRAINING |= {"ElasticCheckpointOld"}
+
+
+@pytest.mark.parametrize(
+    ("state", "silent"),
+    [
+        # Its agents are parked, and scraped, until the finisher has scaled them to 0.
+        ("elastic_job_ended", ABOUT_TRAINING),
+        # Its agents wait for `elastic resume`.
+        ("elastic_job_stopped", {*ABOUT_TRAINING, "ElasticJobPaused"}),
+    ],
+)
+def test_a_job_that_does_not_train_on_purpose_raises_no_alerts(
+    state: str, silent: set[str]
+) -> None:
+    excluded = f"unless on (namespace, run_id) max by (namespace, run_id) ({state}) == 1"
+    assert {rule["alert"] for rule in RULES if excluded in rule["expr"]} == silent
 
 
 def test_dashboard_panels_do_not_overlap() -> None:

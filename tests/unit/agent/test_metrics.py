@@ -31,7 +31,7 @@ from elastic.agent.metrics import (
 from elastic.agent.node import NodeStatus, WorldEntry
 from elastic.errors import StoreUnreachable
 from elastic.link.link import Heartbeat
-from elastic.membership.records import Done, Keys, NodeState, Outcome, WorldRecord
+from elastic.membership.records import Done, Keys, NodeState, Outcome, Stop, WorldRecord
 from elastic.membership.view import StepRate
 from elastic.telemetry.events import (
     CheckpointSaved,
@@ -273,6 +273,21 @@ def test_the_end_of_the_job_is_shown_while_its_agent_is_parked(scraped: ScrapedN
     assert scraped.value("elastic_job_ended", outcome="failure") == 1
     assert scraped.value("elastic_job_ended", outcome="success") == 0
     assert scraped.value("elastic_in_world") == 0
+
+
+def test_a_stopped_job_is_shown_until_it_ends(scraped: ScrapedNode) -> None:
+    assert scraped.value("elastic_job_stopped") == 0
+    scraped.status.stop = Stop(by="a@b", time_s=0.0)
+    assert scraped.value("elastic_job_stopped") == 1
+    scraped.status.done = Done(
+        outcome=Outcome.SUCCESS,
+        reason="",
+        exit_code=0,
+        generation=7,
+        final_step=None,
+        time_s=0.0,
+    )
+    assert scraped.value("elastic_job_stopped") == 0
 
 
 def test_the_connection_to_etcd_is_shown(scraped: ScrapedNode) -> None:
