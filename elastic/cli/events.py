@@ -103,7 +103,9 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
 
 def _require_known(names: Iterable[str]) -> None:
     """Raise ConfigError for a kind of event that does not exist."""
-    known = sorted(map(kebab_name, Event.__subclasses__()))
+    known = sorted(
+        kebab_name(k) for k in Event.__subclasses__() if k.__module__ == Event.__module__
+    )
     for name in names:
         if name not in known:
             raise ConfigError(

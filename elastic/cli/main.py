@@ -36,6 +36,9 @@ COMMANDS = {
     "list": Command("elastic.cli.jobs", "list the jobs in an etcd, or on this machine"),
     "status": Command("elastic.cli.status", "show a job's status: state, step and nodes"),
     "events": Command("elastic.cli.events", "print the events of a run from its journals"),
+    "logs": Command(
+        "elastic.cli.logs", "print what the workers and agents of this machine have written"
+    ),
     "report": Command("elastic.cli.report", "show where a run's time went, from its journals"),
     "dashboard": Command("elastic.cli.dashboard", "serve a live page with a job's status"),
     "describe": Command("elastic.cli.describe", "show a node, an incident, or the last checkpoint"),

@@ -30,6 +30,7 @@ from elastic.child_interpreters import module_command
 from elastic.cli import arguments, bound_to_parent
 from elastic.cli.arguments import CommandParser, at_least, nearest
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
+from elastic.telemetry.output import OutputLines, with_origin
 from elastic.telemetry.runs import after_its_end, while_it_runs
 from elastic.tuning.environment import human
 from elastic.tuning.intervals import (
@@ -37,8 +38,6 @@ from elastic.tuning.intervals import (
 )
 from elastic.tuning.options import signals_to_handle
 
-# How often a progress bar of a local node is printed as a line. It is redrawn ten times a second.
-CLI_BAR_S = 5.0
 # How long local agents may run if others have failed and too few remain for the job: they wait for
 # nodes that will not be started.
 CLI_TOO_FEW_S = 5.0
@@ -188,7 +187,6 @@ MAX_RESTARTS = 1_000_000
 # x86-64 (Private_Dirty in smaps_rollup): 161 MiB for an agent, 204 MiB for a worker that trains.
 _AGENT_BYTES = 160 << 20
 _WORKER_BYTES = 200 << 20
-_LOG_LINE = re.compile(r"\S+Z [A-Z]+ +\[(\S+?)[ \]]")
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
 
 
@@ -528,36 +526,6 @@ class NodeProcess:
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal."""
         return self.process.poll()
-
-
-class OutputLines:
-    """Splits a stream of bytes into lines. Of a progress bar, which is written over itself with
-    carriage returns, a state is a line every few seconds, and the last one."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._bar_from_s = -math.inf  # when the next state of a bar becomes a line
-
-    def feed(self, data: bytes, now_s: float) -> list[str]:
-        """The lines that these bytes complete."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        # A carriage return at the end may be followed by a line feed.
-        end = b"\r" if self._rest.endswith(b"\r") else b""
-        *states, current = self._rest.removesuffix(end).split(b"\r")
-        self._rest = current + end
-        if (bar := _shown(states)) and now_s >= self._bar_from_s:
-            self._bar_from_s = now_s + CLI_BAR_S
-            lines.append(bar)
-        return [_shown(line.split(b"\r")).decode(errors="replace") for line in lines]
-
-    def end(self) -> list[str]:
-        """The last line, if it is incomplete."""
-        return self.feed(b"\n", math.inf) if self._rest else []
-
-
-def _shown(states: Sequence[bytes]) -> bytes:
-    """What a terminal shows of texts that were written over each other."""
-    return next((state for state in reversed(states) if state), b"")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -916,14 +884,4 @@ def describe(code: int) -> str:
 
 def _print_line(node: str, stream: str, line: str) -> None:
     file = sys.stdout if stream == "stdout" else sys.stderr
-    print(with_node(node, line), file=file, flush=True)
-
-
-def with_node(node: str, line: str) -> str:
-    """A line of a node's output, with its name, which lines of the log already have.
-
-    >>> with_node("local-0", "epoch 1"), with_node("local-0", "12:00Z INFO    [local-0 g1] waiting")
-    ('[local-0] epoch 1', '12:00Z INFO    [local-0 g1] waiting')
-    """
-    has_name = _LOG_LINE.match(line)
-    return line if has_name is not None and has_name[1] == node else f"[{node}] {line}"
+    print(with_origin(node, node, line), file=file, flush=True)

@@ -253,6 +253,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         torch_agent.attach(
             around_start=launch.starting_workers,
             on_signal=self._end_by_signal,
+            redirect=launch.redirect_output,
         )
         return launch
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.elastic.multiprocessing import errors
+from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -58,6 +59,7 @@ from elastic.errors import (
 )
 from elastic.hangs.watch import Supervised
 from elastic.launcher import torch_agent
+from elastic.launcher.output import KeptOutput
 from elastic.launcher.scripts import RestartNotice, StartingOver, drop_signal_warnings, places
 from elastic.launcher.torch_agent import (
     CallingAgent,
@@ -72,12 +74,14 @@ from elastic.telemetry.events import HealthServed, WorkerReplaced, WorkersStarti
 from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.log import LogOrigin, add_origin, get_logger, remove_origin
 from elastic.telemetry.runs import (
+    NO_JOURNAL,
     LocalRun,
     RunEntry,
     after_its_end,
     chosen_journal,
     default_journal,
     journal_beside,
+    kept_output,
     while_it_runs,
 )
 from elastic.tuning.intervals import (
@@ -611,6 +615,9 @@ class Launch:
                 context, last_contact_s=lambda: store.last_contact_s, metrics=metrics
             )
             services.append(self.service)
+            self._output = self._kept_output(keys.run_id, node)
+            if self._output is not None:
+                created.callback(self._output.close)
             self.service.before_announcing(self.memory.refresh)
             self._journal.locate(self.service.position)
             created.callback(self.service.close)
@@ -696,6 +703,8 @@ class Launch:
                 forkserver.ensure_running()
         self.service.supervisor.write_link_key()
         self.memory.refresh()  # they may restore from the other nodes' memory
+        if self._output is not None:
+            self._output.end_lines()  # those of the processes that are replaced
         self._journal.emit(WorkersStarting(), level=logging.DEBUG)
         variables = {**self._variables, **self._tuned, "ELASTIC_JOURNAL": self._journal_folder}
         with _environment, _environment_of(variables):
@@ -704,6 +713,31 @@ class Launch:
                 yield variables
             finally:
                 self._starting = None
+
+    def _kept_output(self, run_id: str, node: Node) -> KeptOutput | None:
+        """Of workers that a command starts; those of a program may be functions in its own
+        processes. None: it is not kept."""
+        is_command = self._launcher is not Launcher.PROGRAM and not self._runs_function
+        if not is_command or os.environ.get("ELASTIC_JOURNAL") == NO_JOURNAL:
+            return None
+        journal = Journal(
+            folder=kept_output(run_id),
+            identity={"node": node.name, "node_id": node.node_id},
+            role="output",
+            run_id=run_id,
+            is_bounded=True,
+        )
+        return KeptOutput(journal, self._where_workers_run) if journal.folder else None
+
+    def _where_workers_run(self) -> tuple[int | None, int | None]:
+        world = self.service.announced_world
+        if world is None or self._node_id not in world.node_ids:
+            return None, None
+        return world.generation, world.first_rank_of(self._node_id)
+
+    def redirect_output(self, destinations: LogsDest) -> LogsDest:
+        """The destinations of the output of the workers that are started next."""
+        return destinations if self._output is None else self._output.redirect(destinations)
 
     def _move_journal(self, checkpoints: str) -> None:
         """Continue the journal beside the job's checkpoints. On the node's thread."""
@@ -799,6 +833,8 @@ class Launch:
             if self._names_commands:
                 last_first.callback(self._log.info, "%s", after_its_end(self._run.run_id))
             last_first.callback(self._journal.close)
+            if self._output is not None:
+                last_first.callback(self._output.close)
             last_first.callback(self._bridge.flush)
             last_first.callback(self._end_health)
             last_first.callback(self._park)

@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing import errors
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.utils import store as store_util
 
 from elastic import torch_private
@@ -70,6 +70,7 @@ class FunctionInEnvironment:
 # - its ``_start_workers`` and ``_shutdown``, replaced on that one instance: the environment of the
 #   workers is set only while they are started, and a launch that a signal ends is closed, too
 #   (``launch_agent`` does not call ``shutdown`` then);
+# - its ``_logs_specs``, replaced likewise: the destinations of the workers' output;
 # - ``torch.distributed.run`` on the call stack: torchrun gets exit codes, a program exceptions;
 # - the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
 #   private in-process store, no peer can fail rank assignment or delay the exit;
@@ -205,10 +206,11 @@ def attach(
     *,
     around_start: Callable[[], AbstractContextManager[Mapping[str, str | None]]],
     on_signal: Callable[[SignalException], object],
+    redirect: Callable[[LogsDest], LogsDest],
 ) -> None:
     """Have the agent on this thread's call stack start workers inside ``around_start()``, which
-    returns its settings of ``os.environ``, and call ``on_signal`` when a signal has ended its run,
-    after its workers.
+    returns its settings of ``os.environ``, with the destinations of their output that ``redirect``
+    returns, and call ``on_signal`` when a signal has ended its run, after its workers.
 
     Raises:
         ConfigError: like :func:`calling_agent`.
@@ -216,7 +218,7 @@ def attach(
     agent, _ = _find_agent()
     try:
         start_workers, shut_down = agent._start_workers, agent._shutdown
-        spec = agent._worker_group.spec
+        spec, logs = agent._worker_group.spec, agent._logs_specs
     except AttributeError as error:
         raise _differs(str(error)) from error
 
@@ -245,6 +247,22 @@ def attach(
 
     outer = sys.exc_info()[1]  # an exception that the program handles while it launches
     agent._start_workers, agent._shutdown = start_inside, shut_down_and_notify
+    agent._logs_specs = _RedirectedLogs(logs, redirect)
+
+
+class _RedirectedLogs(LogsSpecs):
+    """The destinations of ``logs``, changed."""
+
+    def __init__(self, logs: LogsSpecs, redirect: Callable[[LogsDest], LogsDest]) -> None:
+        self._logs = logs
+        self._redirect = redirect
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        return self._redirect(self._logs.reify(envs))
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._logs.root_log_dir
 
 
 def _find_agent() -> tuple[Any, Any]:

@@ -39,6 +39,7 @@ SCHEMA = 1  # of the lines; incremented when a field changes its meaning or is r
 ENVELOPE = ("event", "seq", "time", "monotonic", "writer", "node", "node_id")
 
 DEFAULT_MIB = 64
+THREAD = "elastic-journal"  # name of the threads that write
 _FILES = 8  # of one process
 _LONGEST_TEXT = 16_384  # characters of a value: a traceback of many ranks fits
 _LONGEST_LINE = 262_144
@@ -122,7 +123,7 @@ class Journal:
         self._file = self._open(folder) if folder else None
         self._writer = _Writer() if self._file is not None or self._is_default else None
         if self._file is not None:
-            self._write(self._opened())
+            self.record(self._opened())
 
     def _open(self, folder: str | os.PathLike[str]) -> _RotatingFile | None:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(self._identity.get("node", "process")))
@@ -206,7 +207,7 @@ class Journal:
             self._log.log(
                 level, "%s %s", kebab_name(event), shorten(text, _LONGEST_LOGGED), extra=extra
             )
-        self._write(event)
+        self.record(event)
         for listener in self._listeners:
             self._notify(listener, event)
 
@@ -216,7 +217,8 @@ class Journal:
         except Exception as error:  # noqa: BLE001 - telemetry must not stop training
             self._log.warning("journal: a listener failed on %s: %r", kebab_name(event), error)
 
-    def _write(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
+        """Append one event without logging it."""
         if self._writer is None or self._pid != os.getpid():
             return  # in a forked child the file is its parent's
         with self._lock:
@@ -267,7 +269,7 @@ class Journal:
         """Close the file. Later events only reach the log."""
         if self._writer is None or self._pid != os.getpid():
             return
-        self._write(JournalClosed())
+        self.record(JournalClosed())
         with self._lock:
             writer, self._writer = self._writer, None
         writer.run(self._close)
@@ -288,7 +290,7 @@ class _Writer:
         self._queue: queue.SimpleQueue[tuple[Callable[[], object], threading.Event]]
         self._queue = queue.SimpleQueue()
         self._hangs = False
-        self._thread = threading.Thread(target=self._run, name="elastic-journal", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
     def run(self, work: Callable[[], object]) -> None:

@@ -183,8 +183,8 @@ class JournalFolder:
         return records
 
     def read_tails(self, run_id: str) -> list[JournalRecord]:
-        """The last lines of the most recently written files, without those of other runs: enough
-        for the current state, and fast for runs of any length."""
+        """The first and the last lines of the most recently written files, without those of other
+        runs: enough for the current state, and fast for runs of any length."""
         records: list[JournalRecord] = []
         for path in sorted(self._paths(), key=_written_s)[-_TAIL_FILES:]:
             try:
@@ -192,7 +192,10 @@ class JournalFolder:
                     opened = self._record(stream.readline(_LONGEST_LINE), path)
                     if opened is not None and opened.text("run_id") not in ("", "none", run_id):
                         continue
-                    stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                    tail_from = max(0, path.stat().st_size - _TAIL_BYTES)
+                    if opened is not None and tail_from > 0:
+                        records.append(opened)
+                    stream.seek(tail_from)
                     lines = stream.read(_TAIL_BYTES).splitlines()
             except OSError as error:
                 self._problems.setdefault(f"{path.name} cannot be read: {error.strerror}")

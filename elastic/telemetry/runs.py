@@ -7,6 +7,10 @@ and its journals until they move beside its checkpoints (:meth:`Journal.move`)::
     ~/.local/state/elastic/<run id>/run.json
                                     agent-<host>-<pid>-<start time of that process>
                                     journal/<node>-<pid>.jsonl
+                                    logs/<node>-<pid>.jsonl
+
+What workers and agents write stays on the machine (:mod:`elastic.telemetry.output`): it is in
+``logs``, also when the journals have moved.
 
 Nothing here raises for an unwritable home: such a run is not listed, and has no journal until its
 checkpoint folder is known.
@@ -29,7 +33,8 @@ from pathlib import Path
 NO_JOURNAL = "none"
 # The folder of journals inside a checkpoint folder.
 BESIDE_CHECKPOINTS = "journal"
-# Ended runs and their journals in the state folder, beyond which the oldest are removed.
+# Ended runs in the state folder, with their journals and output, beyond which the oldest are
+# removed.
 MAX_RUNS = 50
 MAX_BYTES = 1 << 30
 # Journals of earlier starts of a node's processes, in a folder that the user has not named.
@@ -143,6 +148,11 @@ def default_journal(run_id: str, environ: Mapping[str, str] = os.environ) -> Pat
     return state_folder(environ) / _quoted(run_id) / "journal"
 
 
+def kept_output(run_id: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of what a run's workers and agents on this machine have written."""
+    return state_folder(environ) / _quoted(run_id) / "logs"
+
+
 def journal_beside(checkpoints: str | os.PathLike[str], run_id: str) -> Path:
     """The folder of a run's journals beside its checkpoints."""
     return Path(checkpoints) / BESIDE_CHECKPOINTS / _quoted(run_id)
@@ -179,7 +189,7 @@ def _remove_oldest(root: Path) -> None:
     total_bytes = 0
     folders = sorted(_folders(root), key=_changed_s, reverse=True)
     for number, folder in enumerate(folders):
-        total_bytes += sum(_size_bytes(path) for path in folder.glob("journal/*"))
+        total_bytes += sum(_size_bytes(path) for path in folder.glob("*/*.jsonl"))
         if (number >= MAX_RUNS or total_bytes > MAX_BYTES) and not _agents(folder):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -171,6 +171,13 @@ def test_two_local_nodes_train_together_and_finish_the_job(folder: Path) -> None
     )
     names = {record.name for record in read_folder(run_folder / "journal")[0]}
     assert {"world-formed", "job-ended"} <= names, "recorded without ELASTIC_JOURNAL"
+    logs = run_program(
+        [sys.executable, "-m", "elastic.cli.main", "logs", "--node=local-1"],
+        {**environment(), "XDG_STATE_HOME": str(folder / "state")},
+        timeout_s=DEADLINE_S,
+    ).stdout
+    assert re.search(r"^\[local-1 r[01]\] met \[0, 1\] on local-1$|^met ", logs, re.MULTILINE)
+    assert "world-entered" in logs and "on local-0" not in logs
 
 
 @pytest.mark.parametrize("more", [[], ["--virtual-local-rank"]], ids=["", "virtual"])

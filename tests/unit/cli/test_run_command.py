@@ -13,8 +13,9 @@ import pytest
 
 from elastic.cli import bound_to_parent, run
 from elastic.cli.main import main
-from elastic.cli.run import CLI_BAR_S, LocalNodes, OutputLines, stop_on_signals
+from elastic.cli.run import LocalNodes, stop_on_signals
 from elastic.errors import ConfigError
+from elastic.telemetry.output import BAR_S, OutputLines
 from elastic.testing.waiting import eventually
 from elastic.tuning.options import signals_to_handle
 
@@ -264,10 +265,10 @@ def test_a_progress_bar_is_printed_now_and_then_and_at_its_end() -> None:
     lines = OutputLines()
     assert lines.feed(b"\r 1%", 0) == []
     assert lines.feed(b"\r 2%\r 3%", 0.1) == [" 2%"]
-    assert lines.feed(b"\r 4%\r 5%", CLI_BAR_S) == []
-    assert lines.feed(b"\r 6%\r", 0.1 + CLI_BAR_S) == [" 5%"]
-    assert lines.feed(b"100%\r", 0.2 + CLI_BAR_S) == []
-    assert lines.feed(b"\nnext\r\n", 0.2 + CLI_BAR_S) == ["100%", "next"]
+    assert lines.feed(b"\r 4%\r 5%", BAR_S) == []
+    assert lines.feed(b"\r 6%\r", 0.1 + BAR_S) == [" 5%"]
+    assert lines.feed(b"100%\r", 0.2 + BAR_S) == []
+    assert lines.feed(b"\nnext\r\n", 0.2 + BAR_S) == ["100%", "next"]
     assert lines.feed(b"no \xff end", 100) == [] and lines.end() == ["no \ufffd end"]
     assert lines.end() == []
 
