@@ -100,6 +100,7 @@ class RunEntry:
     def __init__(self, run: LocalRun, environ: Mapping[str, str] = os.environ) -> None:
         self.run_id = run.run_id
         self._run = run
+        self._is_chosen = chosen_journal(environ) is not None
         self._folder = state_folder(environ) / _quoted(run.run_id)
         self._agent = self._folder / f"agent-{_host()}-{os.getpid()}-{_start_ticks(os.getpid())}"
         try:
@@ -108,6 +109,7 @@ class RunEntry:
             self._write()
         except OSError:
             return
+        self._collect()
         _remove_oldest(self._folder.parent)
 
     def move(self, journal: Path) -> None:
@@ -115,9 +117,26 @@ class RunEntry:
         self._run = LocalRun(**{**asdict(self._run), "journal": str(journal)})
         with contextlib.suppress(OSError):
             self._write()
+        self._collect()
+
+    def _collect(self) -> None:
+        """Move journals to the others that processes have left in the state folder: they ended
+        before they knew the checkpoint folder."""
+        began, journal = self._folder / "journal", Path(self._run.journal)
+        is_beside_checkpoints = journal.parent.name == BESIDE_CHECKPOINTS
+        if not is_beside_checkpoints or self._is_chosen or not began.is_dir():
+            return
+        for path in began.glob("*.jsonl"):
+            with contextlib.suppress(OSError, ValueError):
+                if _has_ended(path) and not (journal / path.name).exists():
+                    # Under another name first: readers take every file with this suffix.
+                    shutil.copyfile(path, new := journal / f".{path.name}.new")
+                    new.rename(journal / path.name)
+                    path.unlink()
 
     def close(self) -> None:
         """This agent has ended."""
+        self._collect()
         with contextlib.suppress(OSError):
             self._agent.unlink(missing_ok=True)
 
@@ -227,6 +246,16 @@ def _agents(folder: Path) -> list[Path]:
             with contextlib.suppress(OSError):
                 path.unlink()
     return running
+
+
+def _has_ended(journal: Path) -> bool:
+    """Whether the process that wrote the journal was on this machine, and is no more."""
+    with journal.open("rb") as file:
+        opened = json.loads(file.readline())
+    if not isinstance(opened, dict) or opened.get("host") != os.uname().nodename:
+        return False
+    pid = opened.get("pid")  # that of another process by now: then a later agent collects it
+    return isinstance(pid, int) and _start_ticks(pid) < 0
 
 
 def _start_ticks(pid: int) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.cli import logs
 from elastic.cli.main import main
-from elastic.errors import Clock
 from elastic.telemetry.events import WorldFormed
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.output import Output, OutputRedirected
@@ -18,21 +18,7 @@ from elastic.telemetry.runs import LocalRun, RunEntry, default_journal, kept_out
 RUN = "demo"
 
 
-class SetClock(Clock):
-    def __init__(self) -> None:
-        self.now_s = 1_800_000_000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def wall(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
-CLOCK = SetClock()
+CLOCK = ManualClock(1_800_000_000.0)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +47,7 @@ def output(node: str) -> Journal:
 
 
 def line(text: str, rank: int | None = None, local_rank: int | None = 0) -> Output:
-    CLOCK.now_s += 60
+    CLOCK.advance(60)
     return Output(stream="stdout", local_rank=local_rank, rank=rank, generation=1, text=text)
 
 
@@ -143,7 +129,7 @@ def test_it_follows_until_the_agents_of_this_machine_have_ended(
     a = output("a")
     a.record(line("one", 0))
 
-    class Ending(SetClock):
+    class Ending(ManualClock):
         def sleep(self, seconds: float) -> None:
             a.record(line("two", 0))
             entry.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,45 @@ def test_the_oldest_files_are_removed_beyond_the_bound(tmp_path: Path) -> None:
         os.utime(path, (1e9 + number, 1e9 + number))
     remove_oldest_files(tmp_path.glob("*.jsonl"), 250)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2.jsonl", "3.jsonl"]
+
+
+def journal_of(pid: int, host: str = os.uname().nodename) -> str:
+    return json.dumps({"event": "journal-opened", "host": host, "pid": pid}) + "\n"
+
+
+def test_journals_of_ended_processes_follow_to_the_checkpoints(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    began = default_journal("a", environ)
+    began.mkdir(parents=True)
+    (began / "ended.jsonl").write_text(journal_of(ended.pid))
+    (began / "running.jsonl").write_text(journal_of(os.getpid()))
+    (began / "elsewhere.jsonl").write_text(journal_of(ended.pid, host="another"))
+    (began / "damaged.jsonl").write_text("{")
+    beside = tmp_path / "checkpoints" / "journal" / "a"
+    beside.mkdir(parents=True)
+
+    entry = RunEntry(a_run("a"), environ)
+    assert len(list(began.iterdir())) == 4, "while the checkpoint folder is unknown"
+    entry.move(beside)
+    assert [path.name for path in beside.iterdir()] == ["ended.jsonl"]
+    assert {path.stem for path in began.iterdir()} == {"running", "elsewhere", "damaged"}
+
+    (began / "later.jsonl").write_text(journal_of(ended.pid))
+    entry.close()
+    assert {path.stem for path in beside.iterdir()} == {"ended", "later"}
+
+
+def test_journals_stay_apart_from_a_folder_that_the_user_has_chosen(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    chosen = tmp_path / "journal" / "a"
+    chosen.mkdir(parents=True)
+    began = default_journal("a", environ)
+    began.mkdir(parents=True)
+    (began / "ended.jsonl").write_text(journal_of(-1))
+    environ["ELASTIC_JOURNAL"] = str(chosen)
+    RunEntry(replace(a_run("a"), journal=str(chosen)), environ).close()
+    assert list(chosen.iterdir()) == []
