@@ -101,7 +101,7 @@ def shorten(formatted: str) -> str:
 
 
 def exception_of(text: str) -> str:
-    """The exception with all lines of its message, without the traceback.
+    """The exception with all lines of its message, without the traceback and C++ frames.
 
     >>> exception_of('Traceback (most recent call last):\\n  File "a", line 1, in f\\nKeyError: 3')
     'KeyError: 3'
@@ -111,12 +111,39 @@ def exception_of(text: str) -> str:
     rest = lines[last + 1 :]
     # Source lines and their markers are indented; so are the further lines of some messages.
     begin = next((i for i, line in enumerate(rest) if line[:1].strip()), 0)
-    return "\n".join(rest[begin:]).strip()
+    return "\n".join(line for line in rest[begin:] if not _CPP_FRAME.match(line)).strip()
 
 
 def exception_line(text: str) -> str:
-    """The first line of the exception: its type and what happened."""
-    return exception_of(text).partition("\n")[0].strip()
+    """The first line of the exception: its type and what happened.
+
+    >>> exception_line("RuntimeError: [/gloo/tcp/pair.cc:5] Connection closed by peer [::1]:4. "
+    ...                "This is typically caused by a remote worker crashing. Check the logs")
+    'RuntimeError: Connection closed by peer [::1]:4'
+    """
+    return without_advice(exception_of(text).partition("\n")[0].strip())
+
+
+def without_advice(line: str) -> str:
+    """A message without the place in the source of torch and gloo, and without gloo's advice to
+    read the logs of a peer that this package names."""
+    return _GLOO_ADVICE.sub("", _CPP_PLACE.sub("", line))
+
+
+def for_a_line(text: str) -> str:
+    """An error for one line of output: without its traceback, but with the place in the user's
+    code.
+
+    >>> for_a_line('''Traceback (most recent call last):
+    ...   File "/home/a/train.py", line 9, in <module>
+    ... ValueError: a label is out of range
+    ... ''')
+    'ValueError: a label is out of range (train.py:9)'
+    """
+    if _HEADER not in text:
+        return without_advice(text)
+    place = innermost_place(shorten(text))
+    return f"{exception_line(text)} ({place})" if place else exception_line(text)
 
 
 def innermost_place(text: str) -> str:
@@ -183,6 +210,12 @@ _VARIABLE_PARTS = (
     (re.compile(r"[\w.:-]*\d[\w:-]*(?:\.\w[\w:-]*)*"), "#"),
     (re.compile(r"#(?:(?:, *| *[x×*] *)#)+|#,(?=\))"), "#"),  # a shape
 )
+
+
+# "frame #0: c10::Error::Error(…) + 0xa8 (0x7f… in libc10.so)", and the line above the first one.
+_CPP_FRAME = re.compile(r"\s*(frame #\d+: |Exception raised from \S+ at .*:\d+ \(most recent call)")
+_CPP_PLACE = re.compile(r"\[[^\[\]\s]+\.(?:cc|cpp|h|hpp):\d+\] ")
+_GLOO_ADVICE = re.compile(r"\.? This is typically caused by a remote worker .*", re.DOTALL)
 
 
 def _last_section(text: str) -> list[str]:

@@ -17,8 +17,10 @@ from elastic.cli.status import (
 )
 from elastic.cli.view import JobView, incident, job_store, keys_of, read_job, sentence
 from elastic.errors import SYSTEM_CLOCK, ConfigError
+from elastic.membership.failures import is_consequence
 from elastic.membership.records import BreakageRecord, Node
 from elastic.telemetry.log import duration, printable, timestamp
+from elastic.tracebacks import exception_line
 
 _LONGEST_LINE = 500
 _MAX_LINES = 60  # of a traceback
@@ -51,6 +53,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         help="node name, or the generation that the incident ended (default: the last incident)",
     )
     add_job_arguments(own, environ, run_help="")
+    own.set_defaults(run=None)  # the only job of this machine, or that of --rdzv-id
     own.add_argument(
         "-o",
         "--output",
@@ -177,10 +180,16 @@ def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
         yield _field("response", breakage.response)
     yield _field("budget", "counted" if breakage.counts else "not counted")
     yield _field("now", sentence(view))
+    lost_peers = [failure for failure in breakage.failures if is_consequence(failure.text)]
     for failure in breakage.failures:
-        yield _field("failure", f"on {failure.node}, exit code {failure.exit_code}")
-        if failure.text:
-            yield from _indented(failure.text)
+        if failure not in lost_peers:
+            yield _field("failure", f"on {failure.node}, exit code {failure.exit_code}")
+            if failure.text:
+                yield from _indented(failure.text)
+    if lost_peers:
+        nodes = _listed(list(dict.fromkeys(failure.node for failure in lost_peers)))
+        error = exception_line(lost_peers[0].text or "")
+        yield _field("lost a peer", f"workers of {nodes}: {error}")
 
 
 def _indented(text: str) -> Iterator[str]:

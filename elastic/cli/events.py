@@ -27,11 +27,13 @@ from elastic.cli.arguments import (
 from elastic.cli.last_known import EtcdChanges
 from elastic.cli.view import age, job_store, keys_of, read_job
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, StoreUnreachable
+from elastic.membership.failures import is_consequence
 from elastic.telemetry.events import Event
 from elastic.telemetry.journal import kebab_name
-from elastic.telemetry.log import printable, timestamp
+from elastic.telemetry.log import printable, timestamp, wrapped
 from elastic.telemetry.reader import UNNAMED_RUNS, JournalFolder, JournalRecord, merge
 from elastic.telemetry.runs import chosen_journal, is_default, local_runs
+from elastic.tracebacks import for_a_line, innermost_place, shorten
 
 RUN_OR_FOLDER = (
     "run id, or a folder of journals (default: ELASTIC_JOURNAL, or the only job of this machine)"
@@ -42,6 +44,7 @@ FOLLOW_S = 0.3
 # Fields that begin each line, or that are not useful to people.
 _ENVELOPE = frozenset({"event", "seq", "time", "monotonic", "writer", "node", "node_id"})
 _MAX_RUNS = 5  # in an error
+_OF_RANKS = ("world-fault", "collective-failed")  # events that all ranks of a world may have
 _PLACE = (("rank", "r"), ("generation", "g"), ("step", "s"))
 
 
@@ -317,15 +320,38 @@ def _in_order(records: Iterable[JournalRecord]) -> list[JournalRecord]:
 def _print(
     records: Iterable[JournalRecord], args: argparse.Namespace, since_s: float | None
 ) -> None:
-    for record in records:
-        if since_s is not None and record.at_s < since_s:
-            continue
-        if args.node is not None and record.node != args.node:
-            continue
-        if args.event and record.name not in args.event:
-            continue
-        print(_json(record) if args.output == "json" else line(record))
+    wanted = [record for record in records if _is_wanted(record, args, since_s)]
+    if args.output == "json":
+        lines = map(_json, wanted)
+    else:
+        lines = (wrapped(text, sys.stdout) for text in _lines(wanted))
+    for text in lines:
+        print(text)
     sys.stdout.flush()
+
+
+def _is_wanted(record: JournalRecord, args: argparse.Namespace, since_s: float | None) -> bool:
+    if since_s is not None and record.at_s < since_s:
+        return False
+    if args.node is not None and record.node != args.node:
+        return False
+    return not args.event or record.name in args.event
+
+
+def _lines(records: Iterable[JournalRecord]) -> Iterator[str]:
+    """A line for each record, but one for all ranks that have only noticed that a peer is gone."""
+    known: dict[object, list[JournalRecord]] = {}
+    for record in records:
+        known.setdefault(_same_failure(record) or id(record), []).append(record)
+    for first, *others in known.values():
+        count = f" ranks={len(others) + 1}" if others else ""
+        yield f"{line(first)}{count}"
+
+
+def _same_failure(record: JournalRecord) -> object:
+    if record.name in _OF_RANKS and is_consequence(record.text("error")):
+        return record.name, record.whole("generation")
+    return None
 
 
 def _json(record: JournalRecord) -> str:
@@ -342,6 +368,9 @@ def line(record: JournalRecord) -> str:
     data = record.data
     place = [f"{letter}{data[name]}" for name, letter in _PLACE if isinstance(data.get(name), int)]
     shown = _ENVELOPE | {name for name, _ in _PLACE}
+    if data.get("error") and (trace := record.text("traceback")):
+        # The error says the same; its place is worth a field.
+        data = {**data, "traceback": "", "at": innermost_place(shorten(trace))}
     fields = [
         f"{printable(str(key), 60)}={_value(value)}"
         for key, value in data.items()
@@ -352,6 +381,8 @@ def line(record: JournalRecord) -> str:
 
 
 def _value(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        value = ",".join(value)
+    text = for_a_line(value) if isinstance(value, str) else json.dumps(value)
     shown = printable(text)
     return json.dumps(shown, ensure_ascii=False) if " " in shown else shown

@@ -10,6 +10,7 @@ from elastic.cli.view import JobView, incident, sentence
 from elastic.errors import StoreUnreachable
 from elastic.telemetry.log import duration, printable
 from elastic.telemetry.reader import JournalFolder, JournalRecord
+from elastic.tracebacks import exception_line
 
 # ----------------------------------------------------------------------------
 # Changes of a job seen in etcd, as events, for use where not all journals can be read.
@@ -196,7 +197,7 @@ def _state(records: Sequence[JournalRecord], now_s: float) -> str:
 
 def incident_of(record: JournalRecord) -> str:
     """A short description of an incident."""
-    why = printable(record.text("reason").strip().rpartition("\n")[2], 200)
+    why = printable(exception_line(record.text("reason")), 200)
     match record.name:
         case "node-lost":
             what = f"{printable(record.text('lost'), 60)} was lost"

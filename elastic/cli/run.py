@@ -30,6 +30,7 @@ from elastic.child_interpreters import module_command
 from elastic.cli import arguments, bound_to_parent
 from elastic.cli.arguments import CommandParser, at_least, nearest
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
+from elastic.telemetry.log import wrapped
 from elastic.telemetry.output import OutputLines, with_origin
 from elastic.telemetry.runs import after_its_end, while_it_runs
 from elastic.tuning.environment import human
@@ -884,4 +885,4 @@ def describe(code: int) -> str:
 
 def _print_line(node: str, stream: str, line: str) -> None:
     file = sys.stdout if stream == "stdout" else sys.stderr
-    print(with_origin(node, node, line), file=file, flush=True)
+    print(wrapped(with_origin(node, node, line), file), file=file, flush=True)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import TextIO
 
 from elastic.errors import ConfigError
 from elastic.wire.messages import WorldIdentity, identity_in
 
 # ----------------------------------------------------------------------------
 # Formats untrusted text and times: one line each, no control characters, bounded length.
+
+
+_NARROWEST = 40  # columns of a terminal in which rows are wrapped
 
 
 def shorten(text: str, limit: int) -> str:
@@ -35,6 +41,23 @@ def printable(text: str, limit: int = 300) -> str:
     if cut.isprintable():
         return cut
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
+def wrapped(line: str, stream: TextIO) -> str:
+    """The line as it is written to ``stream``: on a terminal, in rows that are indented from the
+    second one on; elsewhere, for grep and awk, in one."""
+    if not stream.isatty():
+        return line
+    columns = shutil.get_terminal_size().columns
+    if len(line) <= columns or columns < _NARROWEST:
+        return line
+    return textwrap.fill(
+        line,
+        columns,
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
 
 
 def timestamp(time_s: float) -> str:
@@ -117,6 +140,15 @@ class UtcFormatter(logging.Formatter):
         return super().format(record)
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Wraps the lines of an agent on a terminal; those of its workers are kept as they are."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        is_plain = "\n" in line or "RANK" in os.environ
+        return line if is_plain else wrapped(line, self.stream)
+
+
 def _where() -> str:
     if _origins:
         return str(_origins[0]) if len(_origins) == 1 else ""
@@ -140,7 +172,7 @@ def get_logger() -> logging.Logger:
     """The package's logger, with a handler on stderr unless the program has set up its own."""
     logger = logging.getLogger(LOGGER_NAME)
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _Handler(sys.stderr)
         handler.setFormatter(UtcFormatter("%(asctime)s %(levelname)-7s%(where)s %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(os.environ.get("ELASTIC_LOG_LEVEL", "INFO").upper())

@@ -18,7 +18,7 @@ from elastic.cli.last_known import EtcdChanges
 from elastic.cli.main import main
 from elastic.cli.view import JobView, read_job
 from elastic.errors import StoreUnreachable
-from elastic.telemetry.events import NodeLost, Waiting, WorldFormed
+from elastic.telemetry.events import NodeLost, Waiting, WorldFault, WorldFormed
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.reader import JournalRecord
 from elastic.testing.waiting import PATIENCE_S
@@ -113,6 +113,49 @@ def test_a_node_without_events_shows_those_that_have_some(
     assert main(["events", str(folder), "--node=node-c"]) == 2
     assert "there are no events of node node-c" in (error := capsys.readouterr().err)
     assert "the nodes are node-a, node-b" in error
+
+
+PAIR = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] "
+ADVICE = " This is typically caused by a remote worker crashing. Check the logs of the remote worker"
+
+
+def test_ranks_that_only_noticed_a_lost_peer_share_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = ManualClock(1769860800.0)
+    errors = [f"{PAIR}Connection closed by peer [127.0.0.1]:{port}.{ADVICE}" for port in (1, 2, 3)]
+    for rank, error in enumerate([*errors, "ValueError: boom"]):
+        identity = {"node": "a", "rank": rank}
+        journal = Journal(folder=tmp_path / str(rank), identity=identity, clock=clock)
+        where = '  File "/home/a/train.py", line 9, in f'
+        trace = f"Traceback (most recent call last):\n{where}\n{error}\n"
+        journal.emit(WorldFault(generation=7, step=3, error=error, traceback=trace))
+        journal.close()
+        clock.advance(1.0)
+        for file in (tmp_path / str(rank)).iterdir():
+            file.rename(tmp_path / f"{rank}.jsonl")
+    lines, _ = run(capsys, tmp_path, "--event=world-fault")
+    assert lines == [
+        '2026-01-31T12:00:00.000Z a r0 g7 s3 world-fault error="RuntimeError: Connection closed by '
+        'peer [127.0.0.1]:1" at=train.py:9 ranks=3',
+        '2026-01-31T12:00:03.000Z a r3 g7 s3 world-fault error="ValueError: boom" at=train.py:9',
+    ]
+    lines, _ = run(capsys, tmp_path, "--event=world-fault", "--output=json")
+    assert [json.loads(text)["error"] for text in lines] == [*errors, "ValueError: boom"]
+
+
+def test_long_lines_are_wrapped_on_a_terminal_only(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_pipe, _ = run(capsys, folder, "--event=waiting")
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    on_a_terminal, _ = run(capsys, folder, "--event=waiting")
+    assert on_a_terminal[:2] == [
+        "2026-01-31T12:00:10.000Z node-a g7 s120 waiting",
+        '    reason="node-a turn 0"',
+    ]
+    assert " ".join(" ".join(on_a_terminal).split()) == " ".join(in_a_pipe)
 
 
 def test_damage_is_reported_on_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

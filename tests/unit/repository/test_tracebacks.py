@@ -81,3 +81,9 @@ def test_a_text_without_a_traceback_is_the_exception(text: str, line: str) -> No
 def test_a_long_message_is_cut_in_its_middle() -> None:
     text = shorten("ValueError: " + "x" * 100_000 + " the end")
     assert len(text) < 3000 and text.startswith("ValueError: x") and text.endswith("the end")
+
+
+def test_c_plus_plus_frames_are_no_part_of_a_message() -> None:
+    frames = "Exception raised from f at /c10/Error.cpp:3 (most recent call first):\nframe #0: f()"
+    text = f"RuntimeError: NCCL error, unhandled\nLast error: no route\n{frames}\nframe #1: g()"
+    assert exception_of(text) == "RuntimeError: NCCL error, unhandled\nLast error: no route"
