@@ -45,6 +45,9 @@ PUBLIC_MODULES = (
     "checkpoints.testing",
 )
 
+# Sources would bury the pages that explain them among the results of a search.
+NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n"
+
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 _REFERENCE = re.compile(r"<!-- reference: ([\w.]+) -->")
@@ -85,7 +88,7 @@ def _as_page(path: Path, config: MkDocsConfig) -> File:
     else:
         language = LANGUAGES.get(path.suffix, "text")
         content = f"# {name}\n\n````{language}\n{path.read_text()}\n````\n"
-    return File.generated(config, site_uri(path), content=content)
+    return File.generated(config, site_uri(path), content=NOT_SEARCHED + content)
 
 
 def site_uri(path: Path) -> str:
