@@ -3,7 +3,8 @@
 - ``README.md`` is the home page, and every file of the repository that a page links to becomes a
   page, so that a link works on the site as it does in a checkout. Links to files that do not exist
   are left as they are: ``mkdocs build --strict`` refuses them.
-- ``<!-- reference: MODULE -->`` in a page stands for one entry per public name of that module.
+- ``<!-- reference: MODULE, NAME, … -->`` in a page stands for one entry per public name of that
+  module, these names first.
 - A public name without a docstring, or without an entry in the built site, fails the strict build.
 """
 
@@ -50,7 +51,7 @@ NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
-_REFERENCE = re.compile(r"<!-- reference: ([\w.]+) -->")
+_REFERENCE = re.compile(r"<!-- reference: ([\w.]+)((?:,\s+\w+)*)\s+-->")
 _log = logging.getLogger("mkdocs.hooks.docs_site")  # a warning fails a strict build
 _origins: dict[str, Path] = {}  # page on the site -> file in the repository
 
@@ -140,14 +141,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         parts += [_LINK.sub(relative, markdown[at : fence.start()]), fence[0]]
         at = fence.end()
     parts.append(_LINK.sub(relative, markdown[at:]))
-    return _REFERENCE.sub(lambda match: _entries(match[1]), "".join(parts))
+    return _REFERENCE.sub(
+        lambda match: _entries(match[1], match[2].replace(",", " ").split()), "".join(parts)
+    )
 
 
 # The reference -----------------------------------------------------------------------------------
 
 
-def _entries(module: str) -> str:
-    return "\n\n".join(f"::: {module}.{name}" for name in public_names(module))
+def _entries(module: str, first: list[str]) -> str:
+    names = [name for name in public_names(module) if name not in first]
+    return "\n\n".join(f"::: {module}.{name}" for name in (*first, *names))
 
 
 def public_names(module: str) -> list[str]:
