@@ -938,6 +938,27 @@ def _sum(parts: Iterable[Mapping[Activity, float]]) -> dict[Activity, float]:
 # Incidents ---------------------------------------------------------------------------------------
 
 
+def _pauses_of_training(
+    nodes: Sequence[_NodeTime], open_stops: Sequence[tuple[_NodeTime, Interruption]]
+) -> list[tuple[float, float]]:
+    """The times in which no node made progress, between two in which one did, and since the last
+    if an incident is not over."""
+    made = union(
+        (a, max(b, a + _ROUNDING))
+        for node in nodes
+        for lane in node.workers
+        for a, b in lane.progress
+    )
+    pauses = list(between(made))
+    if open_stops:
+        pauses.append((made[-1][1], max(stop.end_s for _, stop in open_stops)))
+    return pauses
+
+
+def _within(stop: Interruption, start_s: float, end_s: float) -> Interruption:
+    return Interruption(max(stop.start_s, start_s), min(stop.end_s, end_s))
+
+
 def _standstills(
     times: Sequence[tuple[float, float]], formed: Iterable[JournalRecord]
 ) -> list[tuple[tuple[float, float], list[JournalRecord]]]:
@@ -1013,13 +1034,18 @@ def _incidents(
     open_stops = _open_stops(nodes, changes, newest)
     open_s = min((stop.start_s for _, stop in open_stops), default=inf)
     stops = [(node, stop) for node in nodes for stop in node.interruptions()] + open_stops
-    times = union((stop.start_s, stop.end_s) for _, stop in stops)
+    times = _pauses_of_training(nodes, open_stops)
     began_s = min(
         (lane.progress[0][0] for n in nodes for lane in n.workers if lane.progress), default=0.0
     )
     counted: set[int] = set()
+    ended_s = -inf
     for (start_s, end_s), worlds in _standstills(times, [r for r in formed if r.at_s >= began_s]):
-        stopped = [(n, s) for n, s in stops if s.start_s >= start_s and s.end_s <= end_s]
+        # A node that restarts its workers is idle for longer than the others: its time is part of
+        # the incident's cost, but training continues without it.
+        stopped = [(n, s) for n, s in stops if ended_s <= s.start_s < end_s and s.end_s > start_s]
+        ended_s = end_s
+        paused = [(n, _within(s, start_s, end_s)) for n, s in stopped]
         seconds = _sum(node.losses(stop, of_run=True) for node, stop in stopped)
         first = worlds[0].whole("generation") or 0
         for node in nodes:
@@ -1035,7 +1061,7 @@ def _incidents(
             start_s=start_s,
             end_s=end_s,
             nodes=tuple(sorted({node.name for node, _ in stopped})),
-            pause=_longest_pause(stopped),
+            pause=_longest_pause(paused),
             breakdown=Breakdown({a: s for a, s in seconds.items() if s > 0}),
             is_over=end_s <= open_s,
         )
