@@ -195,3 +195,48 @@ def test_a_job_that_all_nodes_left_is_neither_running_nor_failed(
     assert ("All nodes left the job, stopped or preempted" in report.sentence) is leave
     assert ("still running" in report.sentence) is not leave
     assert ("There were no interruptions." in report.sentence) is leave
+
+
+def test_training_is_not_paused_while_one_node_restarts_its_worker(tmp_path: Path) -> None:
+    """node-1's worker is killed; its replacement joins 30 s later, while node-0 trains."""
+    agent = MadeUpProcess("node-0", "agent")
+    survivor, killed, other_agent = (
+        MadeUpProcess("node-0", "worker"),
+        MadeUpProcess("node-1", "worker"),
+        MadeUpProcess("node-1", "agent"),
+    )
+    worlds: list[tuple[float, str, list[str]]] = [
+        (1.0, "first", ["node-0", "node-1"]),
+        (20.5, "failure", ["node-0"]),
+        (50.0, "joined", ["node-0", "node-1"]),
+    ]
+    for generation, (at_s, cause, nodes) in enumerate(worlds, 1):
+        agent.write(
+            at_s,
+            "world-formed",
+            generation=generation,
+            nodes=nodes,
+            size=len(nodes),
+            state="active",
+            mode="in-process",
+            cause=cause,
+            reason=cause,
+        )
+    begun_at_s, step = (10.0, 21.0, 51.0), 0
+    for generation, (at_s, end_s) in enumerate(zip(begun_at_s, (20.0, 50.0, 60.0), strict=True), 1):
+        for rank, worker in enumerate((survivor, killed)):
+            if rank and generation == 2:
+                continue
+            place = {"rank": rank, "generation": generation}
+            worker.write(at_s, "world-joined", step=step, duration_s=0.0, **place)
+            worker.window(at_s + 0.1, 0.1, step + 1, 1, ended="first-step", **place)
+            steps = round(end_s - at_s)
+            worker.window(end_s, end_s - at_s - 0.1, step + 1 + steps, steps, ended="due", **place)
+        step += 1 + round(end_s - at_s)
+    other_agent.write(20.2, "worker-died", pid=7, local_rank=0, reason="was ended by SIGKILL")
+
+    incidents = goodput_in(tmp_path, agent, survivor, killed, other_agent).incidents
+    assert [incident.generations for incident in incidents] == [(2,), (3,)]
+    assert [incident.cause for incident in incidents] == ["failure", "joined"]
+    assert all(incident.pause_s <= 1.0 + 0.01 for incident in incidents)
+    assert [incident.nodes for incident in incidents] == [("node-0", "node-1"), ("node-0",)]
