@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING
 from checkpoints.commit import read_manifest
 from checkpoints.errors import StateMismatch
 from checkpoints.manifest import Manifest, digest
-from checkpoints.reader import MappedCheckpoint, TensorBuffer
+from checkpoints.reader import MappedCheckpoint, TensorBuffer, into_buffers, read_chunks
 from checkpoints.storage import Storage
 from checkpoints.tensors import BY_NAME, Region, full_region, is_dtensor, local_of, local_regions
-from checkpoints.tree import has_plain_bytes, live_tensors, tensor_leaves, unflatten
+from checkpoints.tree import (
+    has_plain_bytes,
+    live_tensors,
+    memory_identity,
+    tensor_leaves,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +36,14 @@ class Match:
     missing: tuple[str, ...]
     extra: tuple[str, ...]
     mismatched: tuple[str, ...]
+
+    def without(self, why: Mapping[str, str]) -> Match:
+        """The match if these paths cannot be loaded into, for these reasons."""
+        return dataclasses.replace(
+            self,
+            fitting=tuple(path for path in self.fitting if path not in why),
+            mismatched=(*self.mismatched, *map(_unloadable, why, why.values())),
+        )
 
     def unmatched(self) -> tuple[str, ...]:
         return (
@@ -116,6 +130,8 @@ def prepare(
         _check_paths(manifest)
     live = {} if into is None else live_tensors(into)
     match = _match(manifest, leaves, live)
+    if untied := _wrongly_tied(storage, manifest, leaves, {p: live[p] for p in match.fitting}):
+        match = match.without(untied)
     differs = into is not None and bool(match.missing or match.extra or match.mismatched)
     if differs and strict:
         raise StateMismatch(
@@ -171,7 +187,7 @@ def _match(
         spec = manifest.tensors[leaves[path]].spec
         saved = (spec.shape, BY_NAME[spec.dtype].torch)
         if why := _why_unwritable(tensor):
-            mismatched.append(f"{path} ({why}: it cannot be loaded into)")
+            mismatched.append(_unloadable(path, why))
         elif (tuple(tensor.shape), tensor.dtype) == saved:
             fitting.append(path)
         else:
@@ -184,6 +200,53 @@ def _match(
         extra=tuple(path for path in leaves if path not in live),
         mismatched=tuple(mismatched),
     )
+
+
+def _unloadable(path: str, why: str) -> str:
+    return f"{path} ({why}: it cannot be loaded into)"
+
+
+def _wrongly_tied(
+    storage: Storage,
+    manifest: Manifest,
+    leaves: Mapping[str, str],
+    live: Mapping[str, torch.Tensor],
+) -> dict[str, str]:
+    """Live tensors that are one, of which the checkpoint has two with different values, each with
+    the reason. The values of one of them would be lost."""
+    at: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for path, tensor in live.items():
+        if tensor.numel():
+            at[memory_identity(tensor)].append(path)
+    why: dict[str, str] = {}
+    for first, *others in at.values():
+        for path in others:
+            if not _are_equal(storage, manifest, leaves[first], leaves[path]):
+                why[first] = f"the same memory as {path}, which was saved with other values"
+                why[path] = f"the same memory as {first}, which was saved with other values"
+    return why
+
+
+def _are_equal(storage: Storage, manifest: Manifest, name: str, other: str) -> bool:
+    """Whether two saved tensors of one shape have the same bytes."""
+    import torch
+
+    if name == other:
+        return True
+    hashes, others = (
+        {chunk.place: chunk.xxh3_128 for chunk in manifest.tensors[each].chunks}
+        for each in (name, other)
+    )
+    if hashes.keys() == others.keys():
+        return hashes == others
+    # Several writers have divided them at different elements.
+    entries = [manifest.tensors[each] for each in (name, other)]
+    buffers = {entry.spec.name: TensorBuffer(entry.spec) for entry in entries}
+    target, done = into_buffers(buffers)
+    items = [(entry, chunk) for entry in entries for chunk in entry.chunks]
+    read_chunks(storage, manifest, items, target, headers=(), done=done)
+    first, second = (buffers[each].tensor.reshape(-1).view(torch.uint8) for each in (name, other))
+    return torch.equal(first, second)
 
 
 def _why_unwritable(tensor: torch.Tensor) -> str:

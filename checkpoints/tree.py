@@ -167,8 +167,7 @@ class _Flattening:
             raise StateError(_same_path(path))
         self._paths.add(path_name(path))
         # self.tensors keeps the tensor alive, so its address cannot be reused.
-        sharded = is_dtensor(tensor)
-        memory = tensor_identity(tensor) if sharded else _memory(tensor)
+        memory = memory_identity(tensor)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
         wanted = name = path_name(path) or "tensor"
@@ -176,12 +175,15 @@ class _Flattening:
         while name in self.tensors or name == "__metadata__":  # a reserved name
             count += 1
             name = f"{wanted}~{count}"
-        self.tensors[name] = tensor if sharded else tensor.detach()
+        self.tensors[name] = tensor if is_dtensor(tensor) else tensor.detach()
         self._names[memory] = name
         return name
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+def memory_identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """A key that tied tensors share: the same elements of the same memory."""
+    if is_dtensor(tensor):
+        return tensor_identity(tensor)
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -209,8 +211,9 @@ def _check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor, or of a DTensor's local tensor, are in memory of its own.
 
-    Not so for sparse, quantized, nested and meta tensors, and for wrapper subclasses, which hold
-    other tensors: their data_ptr() is 0, so that two different ones look like one.
+    Not so for sparse, quantized, nested and meta tensors, for parameters of lazy modules, whose
+    storage was resized to less, and for wrapper subclasses, which hold other tensors: their
+    data_ptr() is 0, so that two different ones look like one.
     """
     import torch
 
@@ -221,9 +224,19 @@ def has_plain_bytes(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0:
         return True
     try:
-        return tensor.data_ptr() != 0
+        if tensor.data_ptr() == 0:
+            return False
+        end = tensor.storage_offset() + _span(tensor)
+        return end * tensor.element_size() <= tensor.untyped_storage().nbytes()
     except RuntimeError:  # it has no storage
         return False
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """The number of elements from the first to the last one in memory."""
+    if tensor.is_contiguous():  # nearly all are, and a model may have 100,000
+        return tensor.numel()
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -231,7 +244,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-    return "sparse, quantized, nested or meta"
+    return "sparse, quantized, nested, meta, lazy or resized"
 
 
 def _same_path(path: tuple[object, ...]) -> str:

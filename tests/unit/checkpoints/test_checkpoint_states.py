@@ -176,6 +176,55 @@ def test_a_wrapper_subclass_is_refused_before_anything_is_written(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def _with_storage_of(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(size_bytes)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "bodiless",
+    [
+        torch.nn.UninitializedParameter,
+        lambda: _with_storage_of(torch.zeros(3), 0),
+        lambda: _with_storage_of(torch.zeros(3), 8),
+    ],
+)
+def test_a_tensor_without_its_memory_is_refused_before_anything_is_written(
+    tmp_path: Path, bodiless: Any
+) -> None:
+    with pytest.raises(checkpoints.StateError, match="no plain bytes"):
+        checkpoints.save(tmp_path, {"a": bodiless(), "b": torch.ones(3)}, step=1, nonce="aa")
+    assert list(tmp_path.iterdir()) == []
+    name = save_all(tmp_path, {"a": torch.ones(3), "b": torch.ones(3)}, step=1)
+    live = {"a": bodiless(), "b": torch.zeros(3)}
+    with pytest.raises(checkpoints.StateMismatch, match="without memory"):
+        checkpoints.load(tmp_path, name, into=live)
+    assert same(live["b"], torch.zeros(3))
+
+
+@pytest.mark.parametrize("base", [None, "/dev/shm"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_two_saved_tensors_are_not_loaded_into_one(base: str | None, world_size: int) -> None:
+    """Unless they are equal: the weights of an untied copy of a tied model are."""
+    with tempfile.TemporaryDirectory(dir=base) as root:
+        ones = torch.ones(100)
+        for step, second in ((1, torch.ones(100)), (2, torch.arange(100.0))):
+            state = {"a": ones, "b": second, "z": torch.ones(7)}
+            name = save_all(Path(root), state, step=step, world_size=world_size)
+            tied = torch.zeros(100)
+            live = {"a": tied, "b": tied, "z": torch.zeros(7)}
+            if step == 1:
+                checkpoints.load(root, name, into=live)
+                assert same(tied, ones)
+                continue
+            with pytest.raises(checkpoints.StateMismatch, match="the same memory as b"):
+                checkpoints.load(root, name, into=live)
+            assert same(tied, torch.zeros(100)) and same(live["z"], torch.zeros(7))
+            loaded = checkpoints.load(root, name, into=live, strict=False)
+            assert len(loaded.unmatched) == 2 and same(live["z"], torch.ones(7))
+            assert same(tied, torch.zeros(100))
+
+
 @pytest.mark.parametrize("base", [None, "/dev/shm"])
 @pytest.mark.parametrize(
     ("unwritable", "why"),
@@ -183,6 +232,8 @@ def test_a_wrapper_subclass_is_refused_before_anything_is_written(tmp_path: Path
         (lambda: torch.zeros(3, device="meta"), "on the meta device"),
         (lambda: torch.zeros(1).expand(3), "share memory"),
         (lambda: torch.zeros(4).as_strided((2, 3), (1, 1)), "share memory"),
+        (lambda: _with_storage_of(torch.zeros(3), 0), "without memory"),
+        (lambda: _with_storage_of(torch.zeros(3), 8), "without memory"),
     ],
 )
 def test_a_tensor_that_cannot_be_loaded_into_is_refused_before_any_is_changed(
