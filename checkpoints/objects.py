@@ -899,8 +899,9 @@ def storage_for(root: Root) -> Storage:
     """The storage of a root.
 
     A string that begins with a scheme is a URL: ``s3://bucket/prefix``, ``memory://jobs``;
-    a ``file://`` URL is a path. In a path, ``~`` is expanded. Raises :class:`ArgumentError` if the
-    driver of a URL is not installed, and for a URL that was turned into a path.
+    a ``file:`` URL is a path. In a path, ``~`` is expanded. Raises :class:`ArgumentError` if the
+    driver of a URL is not installed, for a URL that was turned into a path, and for the ``~`` of an
+    unknown user.
     """
     if type(root) is LocalStorage:  # given by the user
         return FolderStorage.of(root)
@@ -909,11 +910,10 @@ def storage_for(root: Root) -> Storage:
     text = os.fspath(root)
     scheme = _SCHEME.match(text)
     if scheme is None:
-        return FolderStorage(os.path.expanduser(text))
-    is_url = isinstance(root, str) and len(scheme[2]) > 1
+        return FolderStorage(_expanded(text))
     if scheme[1].lower() in ("file", "local"):
-        return FolderStorage(_path_of(text) if is_url else text)
-    if not is_url:
+        return FolderStorage(_path_of(text))
+    if not isinstance(root, str) or len(scheme[2]) < 2:
         raise ArgumentError(
             f"{root!r} is a path, but looks like a URL",
             hint=f"Pass the URL as a str: {scheme[1]}://… (pathlib.Path removes a slash); for a "
@@ -922,9 +922,23 @@ def storage_for(root: Root) -> Storage:
     return ObjectStorage(open_url(text))
 
 
+def _expanded(path: str) -> str:
+    """The path with its ``~`` expanded. Raises :class:`ArgumentError` for an unknown user."""
+    expanded = os.path.expanduser(path)
+    if path.startswith("~") and expanded == path:
+        raise ArgumentError(
+            f"{path}: there is no user {path.partition('/')[0][1:]!r}",
+            hint=f"For a folder of this name, ./{path}.",
+        )
+    return expanded
+
+
 def _path_of(url: str) -> str:
-    """The path of a ``file://`` URL. Raises :class:`ArgumentError` for one on another host."""
-    scheme, _, rest = url.partition("://")
+    """The path of a ``file://`` URL, or of ``file:/path``, which is the same for RFC 8089 and is
+    what :class:`pathlib.Path` makes of one. Raises :class:`ArgumentError` for another host."""
+    scheme, slashes, rest = url.partition("://")
+    if not slashes:
+        return unquote(url.partition(":")[2])
     if scheme.lower() == "local":
         return rest
     host, slash, path = rest.partition("/")

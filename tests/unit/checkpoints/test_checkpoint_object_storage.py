@@ -330,10 +330,17 @@ def test_a_path_that_people_write_is_the_folder_that_they_mean(tmp_path: Path) -
         (Path("~/runs"), Path.home() / "runs"),
         ("file://localhost/runs/a", Path("/runs/a")),
         ("file:///runs/a%20b", Path("/runs/a b")),
+        ("file:/runs/a", Path("/runs/a")),
+        (Path("file:///runs/a"), Path("/runs/a")),
     ):
         storage = storage_for(root)
         assert isinstance(storage, LocalStorage) and storage.folder == str(folder)
-    for url in (Path("s3://bucket/job"), "s3:/bucket/job", "file://other-host/runs"):
+    for url in (
+        Path("s3://bucket/job"),
+        "s3:/bucket/job",
+        "file://other-host/runs",
+        "~no user/runs",
+    ):
         with pytest.raises(checkpoints.ArgumentError):
             storage_for(url)
 
