@@ -46,6 +46,7 @@ try:
     from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.tracking import GeneralTracker
     from accelerate.utils import DistributedType, send_to_device
 except ImportError as absent:
     raise ConfigError(
@@ -83,6 +84,48 @@ def _check_names(owner: object, *names: str) -> None:
 _check_names(PartialState, "_shared_state")
 _check_names(AcceleratorState, "_shared_state")
 _check_names(GradientState, "_add_dataloader", "_remove_dataloader", "_set_sync_gradients")
+
+
+def _joining_first(initialize: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: PartialState, cpu: bool = False, **options: Any) -> None:
+        if not PartialState._shared_state:
+            run = elastic.join()  # or the run that the script has joined with its options
+            # Without it, on a machine without GPUs, Accelerate takes each process for a job of its
+            # own, whose gather() returns what this rank has.
+            cpu |= run.device.type == "cpu"
+        initialize(self, cpu, **options)
+
+    return __init__
+
+
+# TrainingArguments, a tracker or a logger may create it before an Accelerator does. It opens a
+# process group, which elastic.join() defers.
+PartialState.__init__ = _joining_first(PartialState.__init__)
+
+# What begins trackers, on the main process alone, by ``@on_main_process``. Other processes do it
+# when they become the main one.
+_BEGIN = {"__init__": GeneralTracker, "init_trackers": Accelerator}
+_deferred: list[Callable[[], object]] = []
+
+
+def _deferring(on_main_process: Callable[..., Any]) -> Callable[..., Any]:
+    def of_state(self: PartialState, function: Callable[..., Any] | None = None) -> Any:
+        chosen = on_main_process(self, function)
+        owner = _BEGIN.get(getattr(function, "__name__", ""))
+        if function is None or chosen is function or owner is None:
+            return chosen
+
+        def defer(*args: Any, **options: Any) -> Any:
+            if args and isinstance(args[0], owner):
+                _deferred.append(functools.partial(function, *args, **options))
+            return chosen(*args, **options)
+
+        return defer
+
+    return of_state
+
+
+PartialState.on_main_process = _deferring(PartialState.on_main_process)
 
 
 def set_state(**values: Any) -> None:
@@ -134,6 +177,8 @@ class _Loader(PreparedLoader):
             )
         if a.use_seedable_sampler and isinstance(given.sampler, RandomSampler):
             seed = a.dataloader_config.data_seed
+            if seed is None:
+                seed = torch.random.initial_seed()  # now, as in Accelerate: each step has its own
             order = functools.partial(seedable, given.sampler, seed)
         size = getattr(given, "batch_size", None)
         if size is not None:
@@ -171,7 +216,7 @@ class _Loader(PreparedLoader):
         )
 
 
-def seedable(sampler: RandomSampler, seed: int | None, epoch: int) -> SeedableRandomSampler:
+def seedable(sampler: RandomSampler, seed: int, epoch: int) -> SeedableRandomSampler:
     """What Accelerate replaces a sampler with, ``use_seedable_sampler=True``, in an epoch."""
     replaced = SeedableRandomSampler(
         sampler.data_source,
@@ -196,9 +241,8 @@ class ElasticAccelerator(Accelerator):
 
     def __init__(self, *args: Any, run: Run | None = None, **kwargs: Any) -> None:
         self.run = elastic.join() if run is None else run
-        self._begin_trackers: Callable[[], None] | None = None
         if self.run.device.type == "cpu":
-            kwargs.setdefault("cpu", True)  # or Accelerate would take each process for a job
+            kwargs.setdefault("cpu", True)
         super().__init__(*args, **kwargs)
         _check_names(
             self, "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"
@@ -215,7 +259,10 @@ class ElasticAccelerator(Accelerator):
         set_state(num_processes=world.size, process_index=world.rank)
         self.step = 0  # groups of accumulated batches are repeated from their first one
         self.gradient_state._set_sync_gradients(True)
-        self._start_trackers()
+        if self.is_main_process:
+            begun, _deferred[:] = _deferred[:], []
+            for begin in begun:
+                begin()
 
     def epochs(self, count: int) -> Iterator[int]:
         """``run.epochs(count)``."""
@@ -292,20 +339,3 @@ class ElasticAccelerator(Accelerator):
             "begins at the job's position",
             hint="delete this call, and load_state() with it",
         )
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """As in Accelerate; a process that becomes the main one later begins them then."""
-        self._begin_trackers = functools.partial(
-            super().init_trackers, project_name, config, init_kwargs or {}
-        )
-        self._start_trackers()
-
-    def _start_trackers(self) -> None:
-        if self._begin_trackers is not None and self.is_main_process:
-            begin, self._begin_trackers = self._begin_trackers, None
-            begin()

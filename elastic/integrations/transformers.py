@@ -50,8 +50,6 @@ except ImportError as absent:
         hint="pip install 'torch-elastic-harness[transformers]'",
     ) from absent
 
-from elastic.integrations.accelerate import seedable, set_state
-
 if TYPE_CHECKING:
     from elastic.groups.world import World
 
@@ -109,18 +107,10 @@ def _skip_first_batches(skip: Callable[..., Any]) -> Callable[..., Any]:
     return skip_first_batches
 
 
-def _joining_first(initialize: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: PartialState, *args: Any, **options: Any) -> None:
-        if not PartialState._shared_state:
-            elastic.join()  # or returns the run that the script has joined with its options
-        initialize(self, *args, **options)
-
-    return __init__
-
-
 if IS_SUPPORTED:
     trainer.skip_first_batches = _skip_first_batches(trainer.skip_first_batches)
-    PartialState.__init__ = _joining_first(PartialState.__init__)
+    # Joins before TrainingArguments create a process group. Plain Trainer creates its own.
+    from elastic.integrations.accelerate import seedable, set_state
 
 
 # ----------------------------------------------------------------------------

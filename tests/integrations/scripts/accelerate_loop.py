@@ -5,7 +5,8 @@ import os
 import sys
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,16 +22,40 @@ targets = inputs.sin().sum(1, keepdim=True)
 data = TensorDataset(inputs, targets)
 options = {
     "dataloader_config": DataLoaderConfiguration(
-        use_seedable_sampler=True, data_seed=7, split_batches=bool(split)
+        use_seedable_sampler=True, split_batches=bool(split)
     ),
     "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=accumulation),
     "cpu": os.environ.get("SHARED_GPU") != "1",
 }
 if kind == "plain":
-    accelerator = Accelerator(**options)
+    PartialState(cpu=options["cpu"])
 else:
     run = elastic.join(checkpoints=os.environ.get("FOLDER"))
-    accelerator = ElasticAccelerator(run=run, **options)
+
+
+class Tracker(GeneralTracker):
+    """Opens on the main process, as trackers of files and of services do."""
+
+    name, requires_logging_directory, tracker = "own", False, None
+
+    @on_main_process
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = []
+
+    @on_main_process
+    def store_init_configuration(self, values):
+        self.configured = values
+
+    @on_main_process
+    def log(self, values, step=None):
+        self.epochs.append(step)
+
+
+tracker = Tracker()
+options["log_with"] = tracker
+plain = kind == "plain"
+accelerator = Accelerator(**options) if plain else ElasticAccelerator(run=run, **options)
 
 
 class Best:
@@ -59,6 +84,7 @@ model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
     model, optimizer, train_loader, eval_loader, scheduler
 )
 accelerator.register_for_checkpointing(best)
+accelerator.init_trackers("loop", {"accumulation": accumulation})
 
 
 def evaluate() -> float:
@@ -90,6 +116,7 @@ def train() -> None:
         loss = evaluate()
         if loss < best.loss:
             best.loss, best.epoch = loss, epoch
+        accelerator.log({"loss": loss}, step=epoch)
 
 
 if kind == "plain":
@@ -97,6 +124,9 @@ if kind == "plain":
 else:
     run.retry(train)
 accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    assert tracker.epochs[-1] == 2, tracker.epochs
+    assert tracker.configured == {"accumulation": accumulation}
 result = dict(accelerator.unwrap_model(model).state_dict())
 result["best"] = torch.tensor([best.loss, float(best.epoch)])
 result["rate"] = torch.tensor(scheduler.get_last_lr())
