@@ -235,9 +235,16 @@ class Histories(RuleBasedStateMachine):
                 silent_s = self.now - m.last_sign_s + ROUNDING_S
                 assert m.proved_dead or m.finished or silent_s >= self.policy.takeover_s
         if proposal.state is WorldState.ACTIVE:
-            finished = {n.node.node_id for n in view.nodes if n.node.state is NodeState.FINISHED}
-            finished |= {m.member.node_id for m in view.missing if m.finished}
-            # (Of those that finished before the last world, all may count for a while.)
+            # Those that have finished count while the job may be ending.
+            since_s = self.now - self.policy.join_timeout_s
+            finished = {
+                n.node.node_id
+                for n in view.nodes
+                if n.node.state is NodeState.FINISHED and n.state_since_s > since_s
+            }
+            finished |= {
+                m.member.node_id for m in view.missing if m.finished and m.last_sign_s > since_s
+            }
             assert chosen and len(chosen) + len(finished) >= self.policy.min_nodes
 
     def check_end(self, end: End, view: View) -> None:
@@ -687,6 +694,12 @@ class FullHistories(Histories):
     policy = replace(POLICY, min_nodes=2, max_nodes=2)
 
 
+class HastyHistories(Histories):
+    """Histories in which a job goes on for longer than join_timeout_s after a node has finished."""
+
+    policy = replace(POLICY, join_timeout_s=30.0)
+
+
 class ReplicaHistories(Histories):
     """Histories with replicas of two nodes."""
 
@@ -705,6 +718,7 @@ class LargeReplicaHistories(Histories):
 TestHistories = Histories.TestCase
 TestSingleNodeHistories = SingleNodeHistories.TestCase
 TestFullHistories = FullHistories.TestCase
+TestHastyHistories = HastyHistories.TestCase
 TestReplicaHistories = ReplicaHistories.TestCase
 TestLargeReplicaHistories = LargeReplicaHistories.TestCase
 
