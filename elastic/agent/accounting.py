@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from elastic.agent.roster import Failed
@@ -291,7 +291,8 @@ class FailureAccounting:
             text = f"{verdict.action.value}: {verdict.reason}"[:_VERDICT_CHARS]
             excluded = failed.node if verdict.action is Action.EXCLUDE_NODE else ""
             # A node that has just joined is not the job: its failures do not use up the budget.
-            counts = breakage.counts and not (excluded and self._has_joined(failed, breakage))
+            is_new = self._has_joined(failed, breakage, world)
+            counts = breakage.counts and not (excluded and is_new)
             breakage = replace(breakage, verdict=text, excluded=excluded, counts=counts)
         out = [n for n in self.flaps.quarantined(now) if n not in already_out]
         return self._remember(replace(breakage, response=self._response(broken, out)), now, stop)
@@ -403,14 +404,21 @@ class FailureAccounting:
         )
         ends_job = verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH
         ends_job |= budget.has_no_state(remembered(first))
-        is_new = self._has_joined(first, breakage) and not _was_killed(first)
-        if works_elsewhere and (ends_job or is_new) and self._is_alone(first, broken):
-            # The others train with the same script: an error that only this node has is its own.
+        joining = {
+            f.node_id
+            for f in broken.failures
+            if self._has_joined(f, breakage, world) and not _was_killed(f)
+        }
+        is_new = first.node_id in joining
+        if works_elsewhere and (ends_job or is_new) and self._is_alone(first, joining, broken):
+            # The others train with the same script: an error that only this node has is its own, or
+            # of nodes that joined with it.
             verdict = replace(verdict, action=Action.EXCLUDE_NODE, reason=_only_here(verdict))
         self._verdict = first, verdict
         if verdict.action is Action.EXCLUDE_NODE:
-            self.flaps.quarantine(first.node_id, now)
-            self._tell_why(first.node_id, str(verdict))
+            for node_id in {first.node_id, *(joining if is_new else ())}:
+                self.flaps.quarantine(node_id, now)
+                self._tell_why(node_id, str(verdict))
         if verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH:
             return budget.StopJob(
                 reason=f"the script failed on {first.node}, and would fail again: {verdict}",
@@ -425,18 +433,26 @@ class FailureAccounting:
             node_id: reason[:_VERDICT_CHARS],
         }
 
-    def _has_joined(self, failed: Failed, breakage: budget.Breakage) -> bool:
+    def _has_joined(self, failed: Failed, breakage: budget.Breakage, world: WorldRecord) -> bool:
         """Whether the node joined the running job with the broken world, which made no progress
         with it."""
-        is_first = self._joined_in.get(failed.node_id) == breakage.generation
-        return is_first and not budget.healthy(breakage, self._policy)
+        is_first = self._joined_in.get(failed.node_id) == world.generation
+        # (Those of the breakage were made since the last one: also in the world before.)
+        begun = world.committed_step if world.switch_at_step is None else world.switch_at_step
+        steps = breakage.step - begun if breakage.step is not None and begun is not None else None
+        return is_first and not budget.healthy(replace(breakage, steps=steps), self._policy)
 
-    def _is_alone(self, first: Failed, broken: Broken) -> bool:
-        """Whether no other node has failed in this way, and the others can continue without it."""
+    def _is_alone(self, first: Failed, joining: Collection[str], broken: Broken) -> bool:
+        """Whether no other node has failed in this way, and the others can continue without it.
+
+        Nodes that failed as they joined say nothing of the job: several may have been started with
+        one mistake, together or one after the other.
+        """
         same = budget.comparable(remembered(first))
-        known = (f for b in self._breakages for f in b.failures)
-        others = (f for f in (*map(remembered, broken.failures), *known) if f.node != first.node)
-        rest = [n for n in broken.proposal.nodes if n.node_id != first.node_id]
+        now = (remembered(f) for f in broken.failures if f.node_id not in joining)
+        known = (f for b in self._breakages if b.counts for f in b.failures)
+        others = (f for f in (*now, *known) if f.node != first.node)
+        rest = [n for n in broken.proposal.nodes if n.node_id not in {first.node_id, *joining}]
         per_replica = broken.members.world.nodes_per_replica
         whole = len(rest) - len(rest) % per_replica
         suffice = whole >= max(1, broken.proposal.min_nodes)

@@ -22,7 +22,7 @@ from training_job import PLAIN, SCRIPTS, TrainingJob, Workload
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within
-from elastic.testing.waiting import PATIENCE_S
+from elastic.testing.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.cluster
 
@@ -327,6 +327,51 @@ def test_long_operations_raise_no_false_alarm_within_half_an_hour(
             print(f"{passed_s:.0f} s without an alarm, {faults} pages from the disk", flush=True)
             assert found(job, since_s) == []
         assert pids(job.running) == workers
+
+
+FREEZER = Path("/sys/fs/cgroup/freezer")  # of cgroup v1, whose frozen processes are in state D
+
+
+@contextlib.contextmanager
+def blocked_in_the_kernel(pid: int) -> Iterator[None]:
+    """For the time of the block, SIGKILL does not end this process, as on a dead NFS server."""
+    group = FREEZER / f"elastic-test-{pid}"
+    try:
+        group.mkdir()
+        (group / "cgroup.procs").write_text(str(pid))
+        (group / "freezer.state").write_text("FROZEN")
+    except OSError as error:
+        pytest.skip(f"no freezer of cgroup v1: {error}")
+    try:
+        yield
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+        eventually(lambda: not (group / "cgroup.procs").read_text(), "the end of the process")
+        group.rmdir()
+
+
+@pytest.mark.slow
+def test_the_others_train_on_while_sigkill_does_not_end_a_worker(job: TrainingJob) -> None:
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    victim, generation = nodes[1], job.generation()
+    pid = victim.workers()[0].pid
+    order(job, "sleep", victim.name)
+    wait_taken(job, "sleep")
+    with blocked_in_the_kernel(pid):
+        wait_trains_on(job, generation, "without a node whose worker does not end")
+        assert job.training_nodes()[1] == {n.name for n in nodes if n is not victim}
+        world = job.world()
+        assert world is not None and f"SIGKILL has had no effect on pid {pid}" in world.reason
+        job.wait_for(
+            lambda: "this node cannot be used until" in victim.log_text() or None,
+            PATIENCE_S,
+            "the reason in the node's log",
+        )
+        assert victim.running and Path(f"/proc/{pid}").exists()
+        job.wait_progress(10)
+    job.wait_training(nodes=3, after_generation=job.generation())
+    assert victim.running, "it restarts its workers once that one has ended"
 
 
 @pytest.mark.slow

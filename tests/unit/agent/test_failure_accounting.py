@@ -498,6 +498,46 @@ def test_no_failure_of_a_joining_node_ends_the_job_of_others(
         eight = replace(eight, generation=eight.generation + 2)
 
 
+@pytest.mark.parametrize("mode", ["restart", "in-process"])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "one after the other"])
+@pytest.mark.parametrize(
+    ("text", "code"), [("NameError: name 'foo' is not defined", 1), ("boom", 1), (None, 2)]
+)
+def test_no_failure_that_several_joining_nodes_have_ends_the_job_of_others(
+    text: str | None, code: int, together: bool, mode: str
+) -> None:
+    """They were started with the same mistake, and the others train."""
+    limits, old, new = (2, 8), ("n1", "n2"), ("n3", "n4", "n5", "n6")
+    accounting = FailureAccounting(OPTIONS)
+    for rate in (StepRate(7, 10, 1.0, NOW), StepRate(7, 50_000, 1.0, NOW)):
+        accounting.observe(rate)
+    generation = 7
+    for names in [new] if together else [(name,) for name in new]:
+        before = world(*old, generation=generation, mode=mode, limits=limits)
+        generation += 1
+        group = world(*old, *names, generation=generation, mode=mode, limits=limits)
+        switch_at_step = 49_999 if mode == "in-process" else None
+        group = replace(group, cause=Cause.JOINED, switch_at_step=switch_at_step)
+        accounting.formed(before, group, NOW - 5)
+        others = [
+            runs(n, group)
+            if mode == "in-process"
+            else seen(node(n, NodeState.STARTING, running=group, limits=limits))
+            for n in old
+        ]
+        failed = [
+            seen(node(n, arrived_for=generation, failure=text, exit_code=code)) for n in names
+        ]
+        facts = tuple(Failed(f"id-{n}", n, text, code, 50_000, generation=8) for n in names)
+        failure = replace(broken(view(group, *others, *failed)), failures=facts)
+        rate = StepRate(generation, 50_000, 1.0, NOW)
+        assert accounting.count(failure, rate if mode == "in-process" else None, NOW) is None
+        quarantined = accounting.flaps.quarantined(NOW)
+        for name in names:
+            assert f"id-{name}" in quarantined
+            assert (text or f"exit code {code}") in accounting.quarantine_reasons[f"id-{name}"]
+
+
 def test_an_error_that_other_nodes_have_had_too_ends_the_job() -> None:
     text = "NameError: name 'foo' is not defined"
     eight = replace(EIGHT, members=(*EIGHT.members, node("n4").as_member()))
