@@ -46,21 +46,23 @@ def forget(store: KeyValue, keys: Keys) -> int:
     key of its own. One that registers later writes the run's secret again.
     """
     while True:
-        keys_there = store.list(keys.root)
-        if names := _nodes(keys, keys_there):
+        snapshot = store.list(keys.root)
+        own = keys.of_job(entry.key for entry in snapshot.entries)
+        if names := _nodes(keys, snapshot):
             raise ConfigError(
                 f"{printable(keys.run_id)} has {len(names)} nodes: "
                 f"{', '.join(printable(name, 60) for name in names[:10])}",
                 hint="end their agents first; `elastic stop` ends their training",
             )
-        if store.delete_unchanged(keys.root, revision=keys_there.revision):
-            return len(keys_there.entries)
+        if store.delete_unchanged(own, revision=snapshot.revision):
+            folders = tuple(key for key in own if key.endswith("/"))
+            return sum(e.key in own or e.key.startswith(folders) for e in snapshot.entries)
 
 
-def _nodes(keys: Keys, keys_there: Snapshot) -> list[str]:
+def _nodes(keys: Keys, snapshot: Snapshot) -> list[str]:
     """The nodes that hold a lease, which only agents do. (Records of nodes that have left or
     finished have none.)"""
-    leased = [entry for entry in keys_there.entries if entry.lease_id]
+    leased = [entry for entry in snapshot.entries if entry.lease_id]
     names = [_name(entry) for entry in leased if entry.key.startswith(keys.nodes)]
     # A finished node may lead until the others have, too.
     return names or ["its leader" for entry in leased if entry.key == keys.leader]

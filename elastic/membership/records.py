@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -76,6 +77,13 @@ class Keys:
                 f"{', '.join(sorted(_FOLDERS))} as a part",
             )
         return Keys(root, is_etcd_local)
+
+    def of_job(self, stored: Iterable[str]) -> tuple[str, ...]:
+        """Those of the stored keys that are of this job, with one key, which ends with ``/``, for
+        each of its folders. Another job's prefix may be this one's root."""
+        names = (key.removeprefix(self.root) for key in stored if key.startswith(self.root))
+        folders = tuple(f"{self.root}{folder}/" for folder in sorted(_FOLDERS))
+        return (*(self.root + name for name in names if "/" not in name), *folders)
 
     @property
     def run_id(self) -> str:

@@ -696,21 +696,25 @@ class EtcdStore:
         # After a lost reply, the version to delete no longer exists: report success.
         return reply.in_doubt and not reply.message.responses[0].response_range.kvs
 
-    def delete_unchanged(self, prefix: str, *, revision: int) -> bool:
+    def delete_unchanged(self, keys: Sequence[str], *, revision: int) -> bool:
         rpc = self._rpc
-        start, end = range_of(prefix)
-        older = rpc.Compare(
-            key=start,
-            range_end=end,
-            target=rpc.Compare.MOD,
-            result=rpc.Compare.LESS,
-            mod_revision=revision + 1,
-        )
-        delete = rpc.DeleteRangeRequest(key=start, range_end=end)
-        request = rpc.TxnRequest(
-            compare=[older], success=[rpc.RequestOp(request_delete_range=delete)]
-        )
-        reply = self._call(f"delete {prefix}", lambda c: c.kv.Txn, request)
+        ranges = [range_of(key) if key.endswith("/") else (bytes_of(key), b"") for key in keys]
+        older = [
+            rpc.Compare(
+                key=start,
+                range_end=end,
+                target=rpc.Compare.MOD,
+                result=rpc.Compare.LESS,
+                mod_revision=revision + 1,
+            )
+            for start, end in ranges
+        ]
+        deletions = [
+            rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=start, range_end=end))
+            for start, end in ranges
+        ]
+        request = rpc.TxnRequest(compare=older, success=deletions)
+        reply = self._call(f"delete {', '.join(keys)}", lambda c: c.kv.Txn, request)
         return bool(reply.message.succeeded)
 
     def delete(self, key: str) -> bool:

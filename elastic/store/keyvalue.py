@@ -156,9 +156,10 @@ class KeyValue(Protocol):
         it."""
         ...
 
-    def delete_unchanged(self, prefix: str, *, revision: int) -> bool:
-        """Delete all keys under ``prefix`` at once, unless one of them was written after
-        ``revision``, that of a :meth:`list`; returns whether they are deleted."""
+    def delete_unchanged(self, keys: Sequence[str], *, revision: int) -> bool:
+        """Delete all of these keys at once, unless one of them was written after ``revision``, that
+        of a :meth:`list`; returns whether they are deleted. One that ends with ``/`` stands for all
+        keys under it."""
         ...
 
     def delete(self, key: str) -> bool:

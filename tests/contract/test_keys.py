@@ -124,19 +124,18 @@ def test_a_key_is_deleted_only_while_its_basis_is_unchanged(store: KeyValue, roo
     assert store.get(key) is None
 
 
-def test_a_prefix_is_deleted_only_while_none_of_its_keys_was_written(
-    store: KeyValue, root: str
-) -> None:
-    for name in ("job/a", "job/nodes/b", "job2/a"):
+def test_keys_are_deleted_only_while_none_of_them_was_written(store: KeyValue, root: str) -> None:
+    for name in ("a", "a/b", "nodes/b", "nodes2/b"):
         store.put(root + name, b"")
-    read = store.list(f"{root}job/").revision
-    joining = store.put(f"{root}job/nodes/c", b"")
-    assert store.delete_unchanged(f"{root}job/", revision=read) is False
-    assert len(store.list(f"{root}job/").entries) == 3
-    store.put(f"{root}job2/b", b"")  # of another job
-    assert store.delete_unchanged(f"{root}job/", revision=joining) is True
-    assert [e.key for e in store.list(root).entries] == [f"{root}job2/a", f"{root}job2/b"]
-    assert store.delete_unchanged(f"{root}job/", revision=joining) is True, "nothing to delete"
+    keys, read = [f"{root}a", f"{root}nodes/"], store.list(root).revision
+    joining = store.put(f"{root}nodes/c", b"")
+    assert store.delete_unchanged(keys, revision=read) is False
+    assert len(store.list(root).entries) == 5
+    store.put(f"{root}nodes2/c", b"")  # another one
+    assert store.delete_unchanged(keys, revision=joining) is True
+    names = [entry.key.removeprefix(root) for entry in store.list(root).entries]
+    assert names == ["a/b", "nodes2/b", "nodes2/c"]
+    assert store.delete_unchanged(keys, revision=joining) is True, "nothing to delete"
 
 
 def test_calls_on_a_closed_store_raise(store: KeyValue, root: str) -> None:

@@ -189,10 +189,15 @@ class MemoryStore:
             is_unchanged = self._is_unchanged(key, expected_revision, basis)
             return is_unchanged and self.server.delete(key)
 
-    def delete_unchanged(self, prefix: str, *, revision: int) -> bool:
+    def delete_unchanged(self, keys: Sequence[str], *, revision: int) -> bool:
         with self.server.changed:
-            self._check(f"delete {prefix}")
-            entries = self.server.snapshot([prefix]).entries
+            self._check(f"delete {', '.join(keys)}")
+            folders = tuple(key for key in keys if key.endswith("/"))
+            entries = [
+                entry
+                for entry in self.server.entries.values()
+                if entry.key in keys or entry.key.startswith(folders)
+            ]
             if any(entry.mod_revision > revision for entry in entries):
                 return False
             self.server.delete_all([entry.key for entry in entries])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -99,9 +99,9 @@ def test_a_node_that_registers_while_its_job_is_forgotten_keeps_its_keys() -> No
     """It has read the secret of the run, which is deleted with the rest or not at all."""
 
     class Joined(MemoryStore):
-        def delete_unchanged(self, prefix: str, *, revision: int) -> bool:
+        def delete_unchanged(self, keys: Sequence[str], *, revision: int) -> bool:
             self.put(KEYS.node("id-n2"), encode(node("n2")), lease=self.lease(5.0))
-            return super().delete_unchanged(prefix, revision=revision)
+            return super().delete_unchanged(keys, revision=revision)
 
     store = Joined()
     store.put(KEYS.secret, b"secret")
@@ -111,6 +111,15 @@ def test_a_node_that_registers_while_its_job_is_forgotten_keeps_its_keys() -> No
         KEYS.node("id-n2"),
         KEYS.secret,
     ]
+
+
+def test_a_job_whose_prefix_is_the_root_of_a_forgotten_one_keeps_its_keys() -> None:
+    store, inner = MemoryStore(), Keys.of("/elastic/llama-7", "world2")
+    for key in (KEYS.world, KEYS.secret, KEYS.node("left"), inner.world, inner.node("id-n1")):
+        store.put(key, b"")
+    assert forget(store, KEYS) == 3
+    remaining = [entry.key for entry in store.list("/").entries]
+    assert remaining == [inner.node("id-n1"), inner.world]
 
 
 def test_a_job_is_not_forgotten_while_an_agent_leads_it(store: MemoryStore) -> None:
