@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,8 @@ LEADER_UNLISTED_S = 1.0
 # Probes of the nodes whose liveness is in question, on separate threads.
 
 _MAX_PROBES = 16  # at the same time
+# Of them, of nodes that are known to be silent: each takes probe_s, and no decision waits for it.
+_MAX_RECHECKS = 8
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,14 @@ class Prober:
 
     def start_probes(self, world: WorldRecord | None, now: float) -> None:
         """Probe the suspected nodes, and periodically also those without a connection."""
-        due = set(self._roster.unsettled() | self._roster.unreached())
+        due = (self._roster.unsettled() | self._roster.unreached()) - self._in_flight
         if now >= self._next_recheck_s:
-            due.update(self._roster.silent())
+            silent = [i for i in self._roster.silent() if i not in due | self._in_flight]
+            room = max(0, _MAX_RECHECKS - len(self._in_flight))
+            due |= set(random.sample(silent, min(len(silent), room)))
             self._next_recheck_s = now + RECHECK_S
         members = {m.node_id: m for m in world.tracked} if world is not None else {}
-        for node_id in due - self._in_flight:
+        for node_id in due:
             known = self._roster.find(node_id)
             member = members.get(node_id) or (known.node.as_member() if known else None)
             if member is None:
