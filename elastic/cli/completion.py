@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def complete_parser() -> argparse.ArgumentParser:
-    """The complete command line as one parser. Imports every command; some of them import torch."""
+    """The complete command line as one parser. Imports every command."""
     complete = argparse.ArgumentParser(prog="elastic")
     complete.add_argument("--version", action="store_true", help="print the version and exit")
     commands = complete.add_subparsers(dest="command")

@@ -28,7 +28,6 @@ from elastic.membership.records import (
     WorldRecord,
     decode,
 )
-from elastic.store.client import etcd_config
 from elastic.store.keyvalue import Entry, KeyValue, Snapshot
 from elastic.telemetry.log import duration, printable
 from elastic.tuning.intervals import (
@@ -61,6 +60,8 @@ def job_store(args: argparse.Namespace, *, reports_delay: bool = True) -> Iterat
 
     ``reports_delay``: print a line to stderr if etcd does not answer within SAY_CONNECTING_S.
     """
+    # Imported here: gRPC and protobuf take longer than all that a command without etcd does.
+    from elastic.store.client import etcd_config
     from elastic.store.etcd import EtcdStore
 
     endpoint, options = endpoint_of(args), options_of(args)

@@ -116,7 +116,9 @@ def test_a_node_without_events_shows_those_that_have_some(
 
 
 PAIR = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] "
-ADVICE = " This is typically caused by a remote worker crashing. Check the logs of the remote worker"
+ADVICE = (
+    " This is typically caused by a remote worker crashing. Check the logs of the remote worker"
+)
 
 
 def test_ranks_that_only_noticed_a_lost_peer_share_a_line(
