@@ -640,11 +640,11 @@ def _checkpoint_sentence(report: RunReport) -> str:
 
 
 def _happened(incident: IncidentReport) -> str:
-    """The reason and, if a worker raised one, the first error."""
-    if not incident.errors:
-        return incident.reason
-    node, error = incident.errors[0]
-    return f"{incident.reason}; {node}: {exception_line(error)}"
+    """The reason and, if a worker raised one that is not in it, the first error."""
+    for node, text in incident.errors[:1]:
+        if (error := exception_line(text)) not in incident.reason:
+            return f"{incident.reason}; {node}: {error}"
+    return incident.reason
 
 
 # Filters -----------------------------------------------------------------------------------------
