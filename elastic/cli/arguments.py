@@ -94,7 +94,6 @@ def add_job_arguments(
         parser.add_argument("run", nargs="?", metavar="RUN", help=run_help)
     parser.add_argument(
         "--rdzv-id",
-        "--run-id",
         default=environ.get("PET_RDZV_ID"),
         metavar="NAME",
         help="the run id, as a flag",

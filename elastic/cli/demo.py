@@ -38,12 +38,11 @@ from elastic.testing.ledger import LedgerError, LedgerReader, RunLedger
 from elastic.tuning.intervals import (
     CLI_POLL_S,
 )
-from elastic.tuning.options import MODES
 
 # Duration of a step of the demo, slow enough to watch.
 DEMO_STEP_S = 0.06
-# Default timeout of the demo: ten times its duration on an idle laptop.
-DEMO_TIMEOUT_S = 300.0
+# The demo gives up after this: twenty times its duration on an idle laptop.
+DEMO_TIMEOUT_S = 600.0
 # For a node of the demo to start and join.
 DEMO_PATIENCE_S = 180.0
 
@@ -243,7 +242,6 @@ class EpochSamples:
 class Summary:
     """All results of the demo. ``failures`` is empty if every check passed."""
 
-    mode: str
     generations: tuple[Generation, ...]
     samples: tuple[EpochSamples, ...]
     steps: int  # on the surviving lineage
@@ -269,7 +267,6 @@ def summarize(
     pauses: Mapping[int, float],
     plan: DemoPlan,
     *,
-    mode: str,
     accuracy: float | None,
     train_samples: int,
     epochs: int,
@@ -287,7 +284,6 @@ def summarize(
         *_failed_accuracy(accuracy),
     ]
     return Summary(
-        mode=mode,
         generations=generations,
         samples=samples,
         steps=len({s.step for s in ledger.surviving}),
@@ -618,7 +614,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         view = open_view(json_wanted=json_wanted)
         with stop_on_signals() as stop, contextlib.closing(view):
-            demo = Demo(folder, view, mode=args.mode, timeout_s=args.timeout_s)
+            demo = Demo(folder, view)
             summary = demo.run(stop)
         keep = args.keep or not (summary.ok or stop.signum)
         if stop.signum is not None:
@@ -645,16 +641,7 @@ def parser() -> argparse.ArgumentParser:
         default="table",
         help="json: print the result as one object, and progress on stderr",
     )
-    parser.add_argument(
-        "--mode", choices=MODES, default=MODES[0], help="recovery mode (default: %(default)s)"
-    )
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
-    parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=DEMO_TIMEOUT_S,
-        help="give up after this long (default: %(default)g)",
-    )
     return parser
 
 
@@ -674,14 +661,10 @@ class Demo:
         folder: Path,
         view: DemoView,
         *,
-        mode: str,
-        timeout_s: float,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._folder = folder
         self._view = view
-        self._mode = mode
-        self._timeout_s = timeout_s
         self._clock = clock
         self._plan = DemoPlan()
         self._ledger = LedgerReader(folder / "ledger")
@@ -707,9 +690,9 @@ class Demo:
             while nodes.running and stop.signum is None and not late:
                 self._follow(nodes, CLI_POLL_S)
                 self._look(nodes, etcd.endpoint)
-                late = self._clock.monotonic() - began > self._timeout_s
+                late = self._clock.monotonic() - began > DEMO_TIMEOUT_S
             if late:
-                self._say(f"giving up after {self._timeout_s:.0f} s")
+                self._say(f"giving up after {DEMO_TIMEOUT_S:.0f} s")
             nodes.drain()
             self._look(nodes, etcd.endpoint)
             codes = {node.name: node.exit_code for node in nodes.nodes}
@@ -718,7 +701,6 @@ class Demo:
             self._entries,
             pauses_of(self.report),
             self._plan,
-            mode=self._mode,
             accuracy=self._accuracy,
             train_samples=TRAIN_SAMPLES,
             epochs=EPOCHS,
@@ -738,7 +720,7 @@ class Demo:
         self._say(f"{name} starts")
         return nodes.start(
             name,
-            node_command(endpoint, self._folder, self._mode),
+            node_command(endpoint, self._folder),
             node_environment(name, self._folder),
         )
 
@@ -817,7 +799,7 @@ class Demo:
             log.close()
 
 
-def node_command(endpoint: str, folder: Path, mode: str) -> list[str]:
+def node_command(endpoint: str, folder: Path) -> list[str]:
     """Plain torchrun, as a user would start it on each node."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
@@ -826,7 +808,6 @@ def node_command(endpoint: str, folder: Path, mode: str) -> list[str]:
         "--rdzv-backend=etcd-v3",
         f"--rdzv-endpoint={endpoint}",
         "--rdzv-id=demo",
-        f"--rdzv-conf=mode={mode}",
         "--local-addr=127.0.0.1",
         "--max-restarts=100",
         *(str(SCRIPT), f"--epochs={EPOCHS}", f"--step-delay-file={step_delay_file(folder)}"),

@@ -17,7 +17,6 @@ from typing import Any
 from elastic.cli.arguments import (
     CommandParser,
     add_options_argument,
-    add_table_or_json,
     options_of,
 )
 from elastic.cli.run import node_range
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if args.output == "json":
         print(json.dumps(_document(settings), indent=2))
     else:
-        _print_table(settings, is_wide=args.sources)
+        _print_table(settings, is_wide=args.output == "wide")
     for warning in settings.warnings:
         print(f"elastic: {warning}", file=sys.stderr)
     return 0
@@ -71,8 +70,13 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="address of the leader or any other node; selects the interface on the route to it",
     )
-    own.add_argument("--sources", action="store_true", help="also print the source of each value")
-    add_table_or_json(own)
+    own.add_argument(
+        "-o",
+        "--output",
+        choices=("table", "wide", "json"),
+        default="table",
+        help="wide: also the source of each value (default: %(default)s)",
+    )
     return own
 
 

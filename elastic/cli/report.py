@@ -74,7 +74,6 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("run", nargs="?", metavar="RUN", help=RUN_OR_FOLDER)
     own.add_argument(
         "--rdzv-id",
-        "--run-id",
         metavar="NAME",
         help="the run to report, if the folder has several (default: last)",
     )

@@ -66,7 +66,7 @@ def slowly_as_in_production(folder: Path) -> dict[str, str]:
 def test_the_demo_with_a_slow_joining_node_passes_all_checks_and_cleans_up(
     tmp_path: Path, environment: Callable[[Path], dict[str, str]]
 ) -> None:
-    demo = start(tmp_path, "-o", "json", "--timeout-s=500", **environment(tmp_path))
+    demo = start(tmp_path, "-o", "json", **environment(tmp_path))
     out, err = demo.communicate(timeout=DEADLINE_S)
     assert demo.returncode == 0, err
     summary = json.loads(out)

@@ -47,7 +47,7 @@ def test_the_defaults_are_torchruns_variables() -> None:
 
 def test_a_flag_takes_precedence_over_its_variable() -> None:
     args = parsed(
-        "--rdzv-endpoint=other:1", "--run-id=j", "--rdzv-conf= user = u , password_file=p,"
+        "--rdzv-endpoint=other:1", "--rdzv-id=j", "--rdzv-conf= user = u , password_file=p,"
     )
     assert (endpoint_of(args), run_id_of(args)) == ("other:1", "j")
     assert options_of(args, {"ELASTIC_PREFIX": "/theirs"}).prefix == "/theirs"

@@ -116,7 +116,6 @@ def summary_of(
         JOURNAL,
         {2: 5.0, 3: 3.0},
         plan,
-        mode="restart",
         accuracy=accuracy,
         train_samples=SAMPLES,
         epochs=EPOCHS,

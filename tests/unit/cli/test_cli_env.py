@@ -48,7 +48,7 @@ def test_the_table_has_every_variable_and_warnings_go_to_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_BLOCKING_WAIT", "1")
-    assert main(["env", "--nnodes", "1", "--sources"]) == 0
+    assert main(["env", "--nnodes", "1", "-o", "wide"]) == 0
     captured = capsys.readouterr()
     assert "profile single-node: the job has one node at most" in captured.out
     assert "interface lo" in captured.out and "GLOO_SOCKET_IFNAME" in captured.out

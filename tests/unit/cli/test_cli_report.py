@@ -88,7 +88,7 @@ def test_output_is_a_format_and_goes_to_stdout(
 def test_a_missing_run_is_a_usage_error(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(folder), "--run-id=other"]) == 2
+    assert main(["report", str(folder), "--rdzv-id=other"]) == 2
     assert "there are no events of run other" in capsys.readouterr().err
     assert main(["report", str(tmp_path_factory.mktemp("empty"))]) == 2
     assert "there are no events in" in capsys.readouterr().err
