@@ -31,9 +31,13 @@ Every process of a job writes its events to `<node>-<pid>.jsonl`, one JSON objec
 first of these folders that is known and can be written:
 
 1. `ELASTIC_JOURNAL` in the environment of the agents (`none`: no journal);
-2. `journal/RUN` in the job's checkpoint folder: lines move there when a worker has named it;
+2. `journal/RUN` in the job's checkpoint folder: lines move there when a worker has named it to its
+   agent, which workers do not in `mode=restart`;
 3. `elastic/RUN/journal` in the user's state folder (`XDG_STATE_HOME`, by default
    `~/.local/state`).
+
+What workers and agents write to their terminal is in `elastic/RUN/logs` of the state folder, with
+the same bounds: `elastic logs RUN` prints it. `ELASTIC_JOURNAL=none` turns both off.
 
 So the journals of all nodes meet where they share the checkpoint folder. `elastic events RUN`
 prints all events in order of time, `elastic report RUN` summarizes them; both also take a folder.

@@ -29,7 +29,7 @@ from elastic.agent.node import machine_memory_bytes
 from elastic.child_interpreters import module_command
 from elastic.cli import arguments, bound_to_parent
 from elastic.cli.arguments import CommandParser, at_least, nearest
-from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
+from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, Preempted
 from elastic.telemetry.log import wrapped
 from elastic.telemetry.output import OutputLines, with_origin
 from elastic.telemetry.runs import after_its_end, while_it_runs
@@ -657,7 +657,9 @@ def main(argv: Sequence[str]) -> int:
         announce(args)
         code = run_local(args) if args.nodes_local else run_agent(args)
     if names_its_run and code != arguments.INTERRUPTED:
-        say(f"{'done' if code == 0 else describe(code)}; {after_its_end(args.rdzv_id)}")
+        has_failed = code not in (arguments.DONE, Preempted.exit_code)
+        more = after_its_end(args.rdzv_id, has_failed=has_failed)
+        say(f"{'done' if code == arguments.DONE else describe(code)}; {more}")
     return code
 
 

@@ -84,14 +84,19 @@ def while_it_runs(run_id: str) -> str:
     return f"elastic status {name}, elastic events {name} -f"
 
 
-def after_its_end(run_id: str) -> str:
+def after_its_end(run_id: str, *, has_failed: bool = False) -> str:
     """The commands that show what has happened in a job.
 
     >>> after_its_end("llama")
     'what happened: elastic events llama; where the time went: elastic report llama'
+    >>> after_its_end("llama", has_failed=True)
+    'what it wrote: elastic logs llama; what happened: elastic events llama'
     """
     name = shlex.quote(run_id)
-    return f"what happened: elastic events {name}; where the time went: elastic report {name}"
+    happened = f"what happened: elastic events {name}"
+    if has_failed:
+        return f"what it wrote: elastic logs {name}; {happened}"
+    return f"{happened}; where the time went: elastic report {name}"
 
 
 class RunEntry:

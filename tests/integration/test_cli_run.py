@@ -200,6 +200,7 @@ def test_a_failing_script_exits_with_1(folder: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
+    assert re.search(r"elastic: exit code 1; what it wrote: elastic logs job-\w+; ", done.stderr)
 
 
 def test_a_node_that_cannot_reach_min_nodes_is_terminated(folder: Path) -> None:
