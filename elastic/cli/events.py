@@ -321,12 +321,8 @@ def _print(
     records: Iterable[JournalRecord], args: argparse.Namespace, since_s: float | None
 ) -> None:
     wanted = [record for record in records if _is_wanted(record, args, since_s)]
-    if args.output == "json":
-        lines = map(_json, wanted)
-    else:
-        lines = (wrapped(text, sys.stdout) for text in _lines(wanted))
-    for text in lines:
-        print(text)
+    for text in map(_json, wanted) if args.output == "json" else _lines(wanted):
+        print(text if args.output == "json" else wrapped(text, sys.stdout))
     sys.stdout.flush()
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, errors
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, SignalException
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
@@ -231,9 +232,14 @@ class Attaching(OneWorld):
     def next_rendezvous(self) -> RendezvousInfo:
         if not self.calls:
             torch_agent.attach(
-                around_start=self.starting, on_signal=lambda e: self.seen.append(e.sigval.name)
+                around_start=self.starting,
+                on_signal=lambda e: self.seen.append(e.sigval.name),
+                redirect=self.redirect,
             )
         return super().next_rendezvous()
+
+    def redirect(self, destinations: LogsDest) -> LogsDest:
+        return destinations
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[dict[str, str | None]]:
@@ -249,6 +255,17 @@ def test_workers_are_started_inside_the_given_context() -> None:
     agent = agent_for(handler, 1, '[ "$STARTING" = 1 ]')
     assert agent.run().state == api.WorkerState.SUCCEEDED
     assert handler.seen == ["starting", "started"]
+
+
+def test_the_output_of_workers_goes_to_the_given_destinations(tmp_path: Path) -> None:
+    class Redirecting(Attaching):
+        def redirect(self, destinations: LogsDest) -> LogsDest:
+            assert destinations.stdouts == destinations.stderrs == {0: ""}, "the agent's own"
+            return replace(destinations, stdouts={0: str(tmp_path / "output")})
+
+    handler = Redirecting(world(1), 0)
+    assert agent_for(handler, 1, "echo hello").run().state == api.WorkerState.SUCCEEDED
+    assert (tmp_path / "output").read_text() == "hello\n"
 
 
 def test_a_signal_is_reported_after_the_workers_have_ended() -> None:
@@ -268,7 +285,7 @@ def test_a_signal_is_reported_after_the_workers_have_ended() -> None:
 LAUNCHERS = """
 import os, sys
 import torch.distributed.run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, SignalException
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from elastic.launcher import torch_agent as torch_private
