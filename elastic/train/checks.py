@@ -12,7 +12,7 @@ import linecache
 import os
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import sep
 from pathlib import Path
@@ -715,22 +715,49 @@ def refuse_range(
 
 
 def refuse_break() -> None:
-    """Raise TrainingError if the loop whose iterator begins is left by a count of ``enumerate``
-    that begins at 0 or 1."""
+    """Raise TrainingError if the loop whose iterator begins is left by a count of its steps that
+    begins at 0 or 1: of ``enumerate``, of ``zip(itertools.count(), loader)``, or of a variable."""
     for frame in frames_of_script(sys._getframe(1)):
         if frame is None:
             return
-        for node in ast.walk(tree_of(frame)):
+        tree = tree_of(frame)
+        for node in ast.walk(tree):
             if not (isinstance(node, ast.For) and _is_head(frame.f_lineno, node)):
                 continue
-            target = node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target
-            called = node.iter.func if isinstance(node.iter, ast.Call) else None
-            if not (isinstance(target, ast.Name) and called and _is_named(called, "enumerate")):
-                continue
+            counts = {*_counts_of_head(node), *_counts_in_body(node, tree)}
             for inner in _within(node.body):
-                if isinstance(inner, ast.If) and _breaks_by(inner, target.id):
-                    raise _refusal_of_break(ast.unparse(inner.test))
+                if isinstance(inner, ast.If) and _leaves_by(inner, counts):
+                    raise _refusal_of_break(inner)
         return  # the loop is in the innermost frame
+
+
+def _counts_of_head(loop: ast.For) -> Iterator[str]:
+    """The first of several targets, if it counts from a constant."""
+    called = loop.iter if isinstance(loop.iter, ast.Call) else None
+    target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
+    if called is None or not isinstance(target, ast.Name):
+        return
+    first = called.args[0] if called.args else None
+    if _is_named(called.func, "zip") and isinstance(first, ast.Call):
+        called, starts = first, first.args[:1]
+        is_counted = _is_named(called.func, "count")
+    else:
+        starts = [*called.args[1:2], *(k.value for k in called.keywords)]
+        is_counted = _is_named(called.func, "enumerate")
+    if is_counted and all(isinstance(start, ast.Constant) for start in starts):
+        yield target.id
+
+
+def _counts_in_body(loop: ast.For, tree: ast.AST) -> Iterator[str]:
+    """Variables that each iteration increments, and that only constants are assigned to."""
+    counters = [_stored(n.target) for n in loop.body if isinstance(n, ast.AugAssign)]
+    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
+    stored = [_stored(n) for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.arg))]
+    for name in filter(None, counters):
+        values = [a.value for a in assigned if any(_stored(t) == name for t in a.targets)]
+        is_alone = stored.count(name) == len(values) + counters.count(name)
+        if values and is_alone and all(isinstance(v, ast.Constant) for v in values):
+            yield name
 
 
 def _within(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -741,18 +768,19 @@ def _within(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from _within(ast.iter_child_nodes(node))
 
 
-def _breaks_by(node: ast.If, count: str) -> bool:
-    """Whether ``if`` compares this count, and leaves the loop."""
+def _leaves_by(node: ast.If, counts: Collection[str]) -> bool:
+    """Whether ``if`` compares one of these counts, and leaves the loop."""
     test = node.test
-    if not (isinstance(test, ast.Compare) and isinstance(node.body[-1], ast.Break)):
+    if not (isinstance(test, ast.Compare) and isinstance(node.body[-1], (ast.Break, ast.Return))):
         return False
-    return any(isinstance(n, ast.Name) and n.id == count for n in (test.left, *test.comparators))
+    return any(isinstance(n, ast.Name) and n.id in counts for n in (test.left, *test.comparators))
 
 
-def _refusal_of_break(test: str) -> TrainingError:
+def _refusal_of_break(left: ast.If) -> TrainingError:
+    way_out = "break" if isinstance(left.body[-1], ast.Break) else "return"
     return TrainingError(
-        f"`if {test}: break` counts from the step at which a loop resumes: after a recovery or a "
-        "restart, the epoch would have more steps",
+        f"`if {ast.unparse(left.test)}: {way_out}` counts from the step at which a loop resumes: "
+        "after a recovery or a restart, the epoch would have more steps",
         hint="run.loader(…, max_steps=n), whose epochs end at the same step, or "
         "enumerate(loader, start=loader.index)",
     )
@@ -947,8 +975,7 @@ def _refusal_counted_epochs(
         else "a restarted job resumes from its last checkpoint, but the loop"
     )
     return TrainingError(
-        f"`{header}` around {what}: {again} would count from {_start(loop)} and "
-        "train too long",
+        f"`{header}` around {what}: {again} would count from {_start(loop)} and train too long",
         hint=hint,
     )
 

@@ -1038,7 +1038,7 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
             "    optimizer.step()",
         )
     counts = consumer.counts_from in (0, 1) and not knows_index
-    if counts and loop.resumes:
+    if loop.resumes and not knows_index:
         refuse_break()
     rates: CountedRates | None = None
     limit = functools.partial(_batches_of_pass, loop, loader, consumer, may_subtract=knows_index)
