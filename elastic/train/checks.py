@@ -714,9 +714,12 @@ def refuse_range(
             )
 
 
-def refuse_break() -> None:
+def refuse_break(*, is_enumerated: bool = True, is_in_retry: bool = True) -> None:
     """Raise TrainingError if the loop whose iterator begins is left by a count of its steps that
-    begins at 0 or 1: of ``enumerate``, of ``zip(itertools.count(), loader)``, or of a variable."""
+    begins at 0 or 1: of ``enumerate``, of ``zip(itertools.count(), loader)``, or of a variable.
+    ``is_enumerated``: an ``enumerate`` of the loader begins there. ``is_in_retry``: as for
+    :func:`refuse_range`; otherwise a variable, or ``return``, may mean the
+    steps of this process."""
     for frame in frames_of_script(sys._getframe(1)):
         if frame is None:
             return
@@ -724,27 +727,31 @@ def refuse_break() -> None:
         for node in ast.walk(tree):
             if not (isinstance(node, ast.For) and _is_head(frame.f_lineno, node)):
                 continue
-            counts = {*_counts_of_head(node), *_counts_in_body(node, tree)}
+            counts = {*_counts_of_head(node, is_enumerated=is_enumerated)}
+            ways_out: tuple[type[ast.stmt], ...] = (ast.Break,)
+            if is_in_retry:
+                counts |= {*_counts_in_body(node, tree)}
+                ways_out += (ast.Return,)
             for inner in _within(node.body):
-                if isinstance(inner, ast.If) and _leaves_by(inner, counts):
+                if isinstance(inner, ast.If) and _leaves_by(inner, counts, ways_out):
                     raise _refusal_of_break(inner)
         return  # the loop is in the innermost frame
 
 
-def _counts_of_head(loop: ast.For) -> Iterator[str]:
+def _counts_of_head(loop: ast.For, *, is_enumerated: bool) -> Iterator[str]:
     """The first of several targets, if it counts from a constant."""
     called = loop.iter if isinstance(loop.iter, ast.Call) else None
     target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
     if called is None or not isinstance(target, ast.Name):
         return
-    first = called.args[0] if called.args else None
-    if _is_named(called.func, "zip") and isinstance(first, ast.Call):
-        called, starts = first, first.args[:1]
-        is_counted = _is_named(called.func, "count")
+    if _is_named(called.func, "enumerate"):
+        is_counted = is_enumerated
     else:
-        starts = [*called.args[1:2], *(k.value for k in called.keywords)]
-        is_counted = _is_named(called.func, "enumerate")
-    if is_counted and all(isinstance(start, ast.Constant) for start in starts):
+        first = called.args[0] if _is_named(called.func, "zip") and called.args else None
+        is_counted = isinstance(first, ast.Call) and _is_named(first.func, "count")
+        starts = first.args[:1] if isinstance(first, ast.Call) else []
+        is_counted = is_counted and all(isinstance(start, ast.Constant) for start in starts)
+    if is_counted:
         yield target.id
 
 
@@ -768,10 +775,10 @@ def _within(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from _within(ast.iter_child_nodes(node))
 
 
-def _leaves_by(node: ast.If, counts: Collection[str]) -> bool:
+def _leaves_by(node: ast.If, counts: Collection[str], ways_out: tuple[type[ast.stmt], ...]) -> bool:
     """Whether ``if`` compares one of these counts, and leaves the loop."""
     test = node.test
-    if not (isinstance(test, ast.Compare) and isinstance(node.body[-1], (ast.Break, ast.Return))):
+    if not (isinstance(test, ast.Compare) and isinstance(node.body[-1], ways_out)):
         return False
     return any(isinstance(n, ast.Name) and n.id in counts for n in (test.left, *test.comparators))
 

@@ -1039,7 +1039,7 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
         )
     counts = consumer.counts_from in (0, 1) and not knows_index
     if loop.resumes and not knows_index:
-        refuse_break()
+        refuse_break(is_enumerated=counts, is_in_retry=loop.scope.in_retry)
     rates: CountedRates | None = None
     limit = functools.partial(_batches_of_pass, loop, loader, consumer, may_subtract=knows_index)
     with closing(steps(loop, loader, limit)) as left:

@@ -57,7 +57,7 @@ class Job:
             for x, y in self.loader:
                 self.update(x, y)
                 done += 1
-                if done == stop_after:
+                if stop_after is not None and done == stop_after:
                     return done
         return done
 

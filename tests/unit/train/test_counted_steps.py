@@ -16,9 +16,10 @@ class Loader:
     """Calls the check when a pass begins, as the loop over steps does."""
 
     index = 0
+    is_enumerated = True  # which the package learns from the enumerate
 
     def __iter__(self) -> Iterator[int]:
-        checks.refuse_break()
+        checks.refuse_break(is_enumerated=Loader.is_enumerated)
         yield from range(4)
 
 
@@ -138,5 +139,32 @@ def test_a_loop_that_is_left_by_a_count_of_its_steps_is_refused(
         with_a_log_entry,
     ],
 )
-def test_nothing_else_is_refused(train: Callable[[], object]) -> None:
+def test_nothing_else_is_refused(
+    train: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loader, "is_enumerated", train is not by_enumerate_from_the_index)
     retry(train)
+
+
+def of_this_process() -> None:
+    """Not called again, and perhaps not the number of the job's steps."""
+    taken = 0
+    for _batch in WithoutRetry():
+        taken += 1  # noqa: SIM113  the case
+        if taken == LAST:
+            break
+
+
+class WithoutRetry(Loader):
+    def __iter__(self) -> Iterator[int]:
+        checks.refuse_break(is_in_retry=False)
+        yield from range(4)
+
+
+def test_the_steps_of_a_process_may_be_counted_without_run_retry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = checks.is_own
+    own = WithoutRetry.__iter__.__code__
+    monkeypatch.setattr(checks, "is_own", lambda code: code is own or original(code))
+    of_this_process()

@@ -31,6 +31,7 @@ from elastic.train.run import Run
 from elastic.train.sampler import Position
 
 STEPS = 6
+TWICE = (0, 1)  # as a function that is called again
 
 
 @pytest.fixture(autouse=True)
@@ -334,7 +335,7 @@ def test_enumerate_from_0_within_an_epoch_logs_one_warning(
     stopped(tmp_path, 2)
     with process(tmp_path) as run:
         script = job(run)
-        for _ in (0, 1):
+        for _ in TWICE:
             with caplog.at_level(logging.WARNING, "elastic"):
                 for _i, _batch in enumerate(wrap(script.loader), start):
                     break
@@ -350,7 +351,7 @@ def test_enumerate_after_a_recovery_logs_a_warning(
 ) -> None:
     with process(tmp_path) as run:
         script = job(run)
-        for attempt in (0, 1):
+        for attempt in TWICE:
             assert ("counts from" in caplog.text) is False
             for i, (x, y) in enumerate(script.loader):
                 if attempt == 0 and i == 2:
