@@ -80,8 +80,9 @@ def defined() -> dict[str, set[str]]:
 
 
 def test_every_stop_of_the_walks_exists() -> None:
-    """A reader with docs/architecture.md open finds each function in the file that it names."""
-    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    """A reader of these pages finds each function in the file that they name."""
+    pages = ("architecture.md", "code-tour.md")
+    page = "".join((REPOSITORY / "docs" / name).read_text(encoding="utf-8") for name in pages)
     stops = IN_FILE.findall(page)
     missing = [
         f"{path}: {name}"
