@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -570,5 +571,7 @@ def _require_mesh(environ: Mapping[str, str], *, has_met: bool) -> None:
 
 def _die() -> None:
     """End this process, since nothing would restart or end it after its agent's death."""
-    os.write(2, b"elastic: the agent of this worker has died; the worker ends\n")
+    # stderr may be a pipe that only the agent has read: a failing write must not keep the process.
+    with contextlib.suppress(OSError):
+        os.write(2, b"elastic: the agent of this worker has died; the worker ends\n")
     os._exit(AGENT_DIED_EXIT_CODE)
