@@ -14,6 +14,7 @@ the lost steps are reported.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -255,7 +256,8 @@ class Preemption:
     def _give_up(self) -> None:
         """The saving thread hangs, for example in a lock that the main thread held when it was
         stopped."""
-        os.write(2, f"elastic: {self._lost('the last save hangs')}\n".encode())
+        with contextlib.suppress(OSError):  # a pipe that nobody reads must not keep the process
+            os.write(2, f"elastic: {self._lost('the last save hangs')}\n".encode())
         os._exit(EXIT_CODE)
 
     def _lost(self, why: str) -> str:
