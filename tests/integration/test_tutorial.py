@@ -19,7 +19,10 @@ def test_the_tutorials_output_is_what_its_commands_print(tmp_path: Path) -> None
     new = tutorial_output.renewed(page, tmp_path)
     both = zip(tutorial_output.masked(page), tutorial_output.masked(new), strict=True)
     changed = [(shown, printed) for shown, printed in both if shown != printed]
-    assert not changed, "python scripts/tutorial_output.py"
+    lines = [
+        "\n".join(["on the page:", *shown, "printed:", *printed]) for shown, printed in changed
+    ]
+    assert not changed, "\n".join(["python scripts/tutorial_output.py", *lines])
 
 
 def test_only_what_differs_between_two_runs_is_masked() -> None:
