@@ -67,6 +67,7 @@ class InProcess:
         self._replica = session.lifecycle.replica
         self._job = session.job
         self._current = session.current
+        self._scope = session.scope
         self._progress = session.progress
         self._worlds = worlds
         self._group = session.group
@@ -360,12 +361,21 @@ class InProcess:
     # -- the end of the process ---------------------------------------------------------------
 
     def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
-        """Whether the error is the script's; after a fault of the world, peers have the state."""
-        return not is_of_the_world
+        """Whether the error is the script's; after a fault of the world, peers have the state,
+        unless all have trained outside of run.retry, where none recovers."""
+        return not is_of_the_world or not self._peers_continue
 
     def flush_after_error(self) -> None:
-        """Write only this rank's share, because peers wait for the end of this process."""
-        self._checkpoints.flush(self._job, SHARE_S, Peers.CONTINUE)
+        """Write only this rank's share, because peers wait for the end of this process. Outside of
+        run.retry they end, too: one of the remaining ranks writes the complete state."""
+        if self._peers_continue:
+            self._checkpoints.flush(self._job, SHARE_S, Peers.CONTINUE)
+        else:
+            self._checkpoints.flush(self._job, leaving_s(), Peers.ARE_GONE)
+
+    @property
+    def _peers_continue(self) -> bool:
+        return self._scope.in_retry or self._scope.has_left_retry
 
     def release_peers(self) -> None:
         """Close connections, so that peers need not wait for the end of this process."""

@@ -274,6 +274,7 @@ class Attempt:
     def __enter__(self) -> None:
         if not self._is_inner:
             self._scope.in_retry, self._scope.is_last_call = True, self._is_last
+            self._scope.has_left_retry = False
             self._attempts.begin(is_again=self._is_again)
 
     def __exit__(
@@ -289,11 +290,15 @@ class Attempt:
         try:
             is_handled = self._end(error)
         except BaseException as failure:
-            self._attempts.failure.end_training(failure)
+            self._leave(failure)
             raise
         if error is not None and not is_handled:
-            self._attempts.failure.end_training(error)
+            self._leave(error)
         return is_handled
+
+    def _leave(self, error: BaseException) -> None:
+        self._scope.has_left_retry = True
+        self._attempts.failure.end_training(error)
 
     def _end(self, error: BaseException | None) -> bool:
         """Whether the exception is handled: the function has returned, or is called again."""

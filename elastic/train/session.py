@@ -114,6 +114,7 @@ class Scope:
 
     in_retry: bool = False  # within run.retry, run.attempts, or after run.begin
     is_last_call: bool = True  # of run.retry: its end saves the state
+    has_left_retry: bool = False  # by an error: the other ranks continue in it
     owns_epochs: bool = False  # run.epochs counts epochs; otherwise each pass over a loader is one
     epochs: int | None = None  # the count of run.epochs
     total_steps: int | None = None  # of the job, from run.plan_steps

@@ -10,8 +10,9 @@ import torch
 from catalogue import SCRIPTS
 from idiom_runs import SIZE, IdiomRuns
 
+import checkpoints
 from elastic.testing.small_world.worker import _Events
-from elastic.testing.small_world.world import CALLS, Death
+from elastic.testing.small_world.world import CALLS, WAIT, Death
 
 JOIN = """
 import elastic
@@ -132,3 +133,60 @@ def test_a_death_at_a_call_is_not_that_of_a_data_worker(tmp_path: Path) -> None:
     sys.settrace(None)
     calls.clear()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+ONCE_AND_LOOP = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+run = elastic.join(checkpoints="CHECKPOINTS", when=1000)
+model = run.wrap(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(TensorDataset(torch.randn(24, 2)), batch_size=2), global_batch=6)
+
+def start():
+    run.state["starts"] = run.state.get("starts", 0) + 1
+
+run.once("start", start)
+for epoch in run.epochs(3):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+result = {"starts": run.state["starts"]}
+"""
+
+
+def once_and_loop(folder: Path) -> tuple[Path, Path]:
+    path, saved = folder / "script.py", folder / "checkpoints"
+    text = "import elastic\n" + ONCE_AND_LOOP.replace("CHECKPOINTS", str(saved))
+    path.write_text(text)
+    return path, saved
+
+
+def line_of(path: Path, text: str) -> int:
+    return next(n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+
+
+def test_workers_that_change_worlds_in_process_do_so_in_restart_mode(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    """As the agent has them do: it does not know whether their script has more than run.once."""
+    path, _ = once_and_loop(tmp_path)
+    at = Death(rank=1, event=1, line=line_of(path, 'run.state["starts"] = '))
+    outcome = runs.world.run(path, tmp_path / "out", death=at, on_death=WAIT)
+    outcome.assert_success(workers=SIZE)
+    assert outcome.died_at and outcome.worlds == 2
+    assert {int(w.result["starts"]) for w in outcome.survivors} == {1}
+
+
+def test_a_death_in_a_loop_outside_of_retry_loses_no_step_after_run_once(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    """run.once changes worlds in process, but the loop after it does not: nobody continues with the
+    state of the survivors."""
+    path, saved = once_and_loop(tmp_path)
+    at = Death(rank=1, event=8, line=line_of(path, "optimizer.zero_grad()"))
+    outcome = runs.world.run(path, tmp_path / "out", death=at, on_death=WAIT)
+    assert outcome.died_at.endswith("7 steps committed") and not outcome.survivors
+    assert [each.step for each in checkpoints.list_checkpoints(saved)] == [7]

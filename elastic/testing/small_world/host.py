@@ -29,6 +29,7 @@ from elastic.link.link import (
     ClientHandshakeRequest,
     CollectiveFailure,
     Entered,
+    Exiting,
     FolderAnswer,
     FolderAsk,
     Heartbeat,
@@ -45,7 +46,7 @@ from elastic.link.link import (
 )
 from elastic.testing.small_world.recording import RecordOrder
 from elastic.testing.small_world.worker import become_worker
-from elastic.testing.small_world.world import RECOVER, STOP, Death
+from elastic.testing.small_world.world import RECOVER, STOP, WAIT, Death
 from elastic.wire.handshake import SecretKey
 from elastic.wire.messages import (
     CALL_JOIN,
@@ -131,6 +132,7 @@ class SmallJob:
         self._nonce = ""
         self._step = 0  # the highest step that was reported as committed
         self._failing_since_s: float | None = None
+        self._is_ending = False  # all workers are about to be restarted
         self._job_folder = ""  # of the first process that saves checkpoints
         self._problem = ""
 
@@ -251,22 +253,39 @@ class SmallJob:
             has_died = any(p.has_ended and p.exit_code is None for p in self._processes)
             if self._on_death == RECOVER or not has_died:
                 self._problem = f"{process.name} has failed"
+            elif self._on_death == WAIT:
+                self._restart()
             return
         process = victim
         if self._on_death == STOP:
             for other in self._processes:
                 if not other.has_ended:
                     os.kill(other.pid, signal.SIGKILL)
-        if self._on_death != RECOVER:
+        if self._on_death == STOP or self._restarts:
             return
         for other in self._processes:
             if other.server is process.server and not other.has_ended:
                 os.kill(other.pid, signal.SIGKILL)  # a part of a replica is useless
                 self._reap(other, options=0)
-        if self._is_replaced:
+        if self._is_replaced or self._on_death == WAIT:
             for local_rank in range(self._per_node):
                 self._start(local_rank, is_joining=True)
         self._form_next()
+
+    @property
+    def _restarts(self) -> bool:
+        """Whether a death restarts all workers: not where all change worlds in process, as in
+        run.once outside of run.retry."""
+        is_ready = all(p.is_ready for p in self._members)
+        return self._on_death == WAIT and (self._is_ending or not is_ready)
+
+    def _restart(self) -> None:
+        """A survivor ends because of the death, and with it this run: the next one restarts all
+        workers. End the replacements, which would wait for the survivors."""
+        self._is_ending = True
+        for process in self._processes[self._size :]:
+            if not process.has_ended:
+                os.kill(process.pid, signal.SIGKILL)
 
     def _victim_of(self, process: _Process) -> _Process | None:
         """The worker that killed itself: ``process``, or the one that it has ended with."""
@@ -321,6 +340,8 @@ class SmallJob:
                 self._step = max(self._step, step)
             case CollectiveFailure(generation=generation) if generation == self._generation:
                 self._failing_since_s = self._failing_since_s or time.monotonic()
+            case Exiting(clean=False) if self._on_death == WAIT:
+                self._restart()
             case SigtermAsk():
                 process.server.send(SigtermAnswer(leaving=False), worker)
             case FolderAsk(folder=folder):
@@ -337,6 +358,8 @@ class SmallJob:
 
     def _form_next(self, *, even_if_complete: bool = False) -> None:
         """Form the next world from the live processes, once the expected ones are ready."""
+        if self._is_ending:
+            return
         living = [p for p in self._processes if not p.has_ended]
         stayed = [p for p in self._members if p in living]
         joined = [p for p in living if p not in stayed]

@@ -170,9 +170,11 @@ class SmallWorld:
         ``arguments`` are the script's. After a death the other nodes continue alone, or with a
         replacement of the dead one. ``is_counted``: count lines and calls, if nobody dies, which
         costs a third of the time. ``on_death``: RECOVER, or STOP, which kills all workers at
-        once, or WAIT, which waits until all have ended, as in restart mode. ``folder``: for logs
-        and results. ``environment``: additional variables of the script. ``record``: how to record
-        it, a :class:`~elastic.testing.small_world.recording.RecordOrder` as a dict; the script
+        once, or WAIT, as in restart mode: the others end by themselves, unless all of them change
+        worlds in process, as in run.once outside of run.retry; then the dead one is replaced.
+        ``folder``: for logs and results. ``environment``: additional variables of the script.
+        ``record``: how to record it, a
+        :class:`~elastic.testing.small_world.recording.RecordOrder` as a dict; the script
         leaves no result then.
         """
         folder.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ class Rank:
         self.current.begin(Step.past(4, 0, 4, 1), None)
 
     def _session(self) -> SimpleNamespace:
-        others = ("job", "progress", "checkpoints", "hooks", "journal")
+        others = ("job", "progress", "scope", "checkpoints", "hooks", "journal")
         return SimpleNamespace(
             current=self.current,
             group=SimpleNamespace(device=torch.device("cpu")),
