@@ -980,6 +980,11 @@ class ElasticLoader:
         self.index_was_read = self.is_iterated = False
         self.rest_is_reached = False  # such a pass has begun, and no other one since
         self._readers: set[tuple[Any, ...]] = set()  # of the index, where a pass resumes at its end
+        # Readers of the index since the last commit, and whether they have read it in a step. Those
+        # that have read it for a pass, and those that read it in steps, as for a log.
+        self._asked: dict[tuple[Any, ...], bool] = {}
+        self._starters: set[tuple[Any, ...]] = set()
+        self._loggers: set[tuple[Any, ...]] = set()
         # The position was restored at the end of a pass, and none has begun since.
         self.resumes_at_end = False
         self._is_resumed = False  # and no pass has begun since
@@ -1061,6 +1066,8 @@ class ElasticLoader:
     def advance(self) -> None:
         """Advance the position: the step is committed. Raises ConfigError at the epoch's end."""
         self._current = None
+        self._loggers |= {r for r, in_step in self._asked.items() if in_step} - self._starters
+        self._asked.clear()
         self.sampler.advance()
         self.following.step_committed()
 
@@ -1087,15 +1094,32 @@ class ElasticLoader:
         self.resumes_at_end = self.position.step == len(self)
         self._is_resumed = True
         self.index_was_read = self.is_iterated = self.rest_is_reached = False
-        self._readers.clear()
+        for readers in (self._readers, self._asked, self._starters, self._loggers):
+            readers.clear()
 
-    def index_is_read(self, reader: tuple[Any, ...]) -> None:
+    def index_is_read(self, reader: tuple[Any, ...], *, in_step: bool) -> bool:
         """The script reads :attr:`index` at ``reader``. If it does so again, and has requested no
-        batch, its pass had no batch left, and this is the next one."""
+        batch, its pass had no batch left, and this is the next one.
+
+        Returns whether it reads the index of its next pass, although it still holds the iterator of
+        the last one, ``in_step``.
+        """
         self.index_was_read = True
         if self.resumes_at_end:
             self.resumes_at_end = reader not in self._readers
             self._readers.add(reader)
+        self._asked[reader] = in_step
+        return in_step and reader in self._starters
+
+    def begin_iteration(self, *, in_step: bool) -> None:
+        """The script creates an iterator, in a step that has not ended if ``in_step``: what has
+        read the index since the last commit may count its batches. Raises TrainingError if that was
+        the index of this step."""
+        self.is_iterated = True
+        known = self._starters | self._loggers
+        if in_step and any(inside and r not in known for r, inside in self._asked.items()):
+            raise _index_of_open_step(self.position.step)
+        self._starters |= self._asked.keys() - self._loggers
 
     def begin_pass(self) -> None:
         """Begin a pass whose epochs nobody counts: the next epoch, if this one is complete.
@@ -1229,6 +1253,16 @@ class ElasticLoader:
 
 
 _NOTHING = object()
+
+
+def _index_of_open_step(index: int) -> TrainingError:
+    return TrainingError(
+        f"loader.index was read before a new iterator was created, in the step of index {index}: a "
+        "step that next() has begun ends with the following next(), so the script would count that "
+        "batch again",
+        hint="end the step before: run.commit() after optimizer.step(), or let a loop request all "
+        "batches: for i, batch in enumerate(loader, start=loader.index)",
+    )
 
 
 def _index_alone(loader: ElasticLoader) -> int:

@@ -88,6 +88,7 @@ class Commits:
         self._has_warned_of_accumulation = False
         self._has_warned_of_state = self._has_warned_of_copies = False
         self._copies = copies
+        self.ends_pass = False  # the step that is committed is the last of its pass
         # Epochs of loaders that were read since the last commit, with the digest of their order,
         # and the world and epochs of which ranks have compared them.
         self._read: dict[str, tuple[int, str]] = {}
@@ -115,6 +116,8 @@ class Commits:
         if loader is not None:
             self._note_order(loader, step.epoch)
             loader.advance()
+            if self.ends_pass:
+                loader.begin_pass()  # the next epoch, if this one is complete
             for other in self._job.loaders.values():
                 if (epoch := other.following.commit(step)) is not None:
                     self._note_order(other, epoch)
@@ -122,7 +125,7 @@ class Commits:
         if is_waiting:
             self._current.accumulation.add(step)
         else:
-            is_last = loader is not None and loader.position.step == len(loader)
+            is_last = loader is not None and loader.position.step in (0, len(loader))
             lengths = None if is_last else self._current.accumulation.shorter_length(step)
             self._commit(step)
             if lengths is not None:
@@ -469,7 +472,7 @@ class StepLoop:
 
     def begin_pass(self, loader: ElasticLoader) -> None:
         """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
-        self.settle()
+        self.settle(ends_pass=not self.scope.owns_epochs)
         is_rest = loader.rest_is_reached and self._has_no_batch_left(loader)
         self._progress.begin_pass(self._job.name_of(loader), is_known=is_rest)
         # Not only before the next step: at the end of an epoch, an evaluation comes before it.
@@ -577,16 +580,30 @@ class StepLoop:
             self.left_held = step
             self.leave(self.lifecycle.world, loader, step.number, is_first=False)
 
-    def settle(self) -> None:
+    def settle(self, *, ends_pass: bool = False) -> None:
         """Settle a loop that the script has left: it has continued, so it left deliberately.
+
+        ``ends_pass``: all the code that follows the loop has run. It is a part of the loop's last
+        step: if that step was the epoch's last one, too, its boundary belongs to the next epoch, or
+        a fault would repeat that code.
 
         Raises a fault of the world again if the script has caught it in the loop.
         """
+        self._settle_world()
+        self._settle_left(ends_pass=ends_pass)
+
+    def settle_before_work(self) -> None:
+        """The same before work between steps. But code that follows a left loop has run, and more
+        of it follows: a step that the loop has trained lasts until then."""
+        self._settle_world()
+        if not self.counts(self.current.step):
+            self._settle_left()
+
+    def _settle_world(self) -> None:
         self.early_leave.settle()
         self.refuse_swallowed()
         if self.current.step is not None:
             self.lifecycle.settle()
-        self._settle_left()
 
     def refuse_swallowed(self) -> None:
         """Raise the end of this world again if the script has caught it."""
@@ -596,16 +613,28 @@ class StepLoop:
                 hint="do not catch it: run.retry continues in the next world",
             )
 
-    def _settle_left(self) -> None:
+    def _settle_left(self, *, ends_pass: bool = False) -> None:
         loader = self.current.take_left_loader()
         if loader is None:
             return
         loader.stop_workers()
-        step = self.current.step
-        if self._is_used_only(step) or self._has_effect(step):
-            self.commit()
+        if self.counts(self.current.step):
+            self._commits.ends_pass = ends_pass
+            try:
+                self.commit()
+            finally:
+                self._commits.ends_pass = False
         self.current.drop()
         self.leave_step()
+
+    def counts(self, step: Step | None) -> bool:
+        """Whether a step counts in which the script has left its loop."""
+        return self._is_used_only(step) or self._has_effect(step)
+
+    def holds(self, loader: ElasticLoader) -> bool:
+        """Whether the script is in a step over ``loader`` that counts, if it has left its loop: it
+        may hold the iterator."""
+        return self.current.loader is loader and self.counts(self.current.inside)
 
     def _has_effect(self, step: Step | None) -> bool:
         return step is not None and (step.optimizer_stepped or self._has_new_gradients(step))
@@ -1000,7 +1029,7 @@ def batches(loop: StepLoop, loader: ElasticLoader) -> Iterator[Any]:
     passed = loader.following.new_pass()
     iterator = _batches(loop, loader, passed)
     passed.iterator = weakref.ref(iterator)
-    loader.is_iterated = True
+    loader.begin_iteration(in_step=loop.holds(loader))
     loop.approach(loader)
     return iterator
 
@@ -1092,17 +1121,20 @@ def share_is_read(loop: StepLoop) -> None:
 
 @not_compiled
 def index(loop: StepLoop, loader: ElasticLoader) -> int:
-    """The index within the epoch of the loader's current step; between steps, of the next one."""
+    """The index within the epoch of the loader's current step; between steps, of the next one.
+
+    A script that holds its iterator may have left the loop in the current step. It has if it reads
+    the index where it has read it for an earlier pass.
+    """
     if not loop.is_peek:
         loop.bootstrap.enter_loop()
-    loader.index_is_read(_stack() if loader.resumes_at_end else ())
+    is_of_next_pass = loader.index_is_read(_stack(), in_step=loop.holds(loader))
     loop.approach(loader)
     position = loader.position
     left = loop.current.left_step(loader)
-    if left is not None and left.optimizer_stepped:
-        position = Position(
-            position.epoch, position.step + 1
-        )  # committed when the next loop begins
+    if is_of_next_pass or (left is not None and left.optimizer_stepped):
+        # Committed when the next loop begins.
+        position = Position(position.epoch, position.step + 1)
     if loop.scope.owns_epochs:
         return position.step if position.epoch == loop.epoch else 0
     return position.step if loader.resumes_at_end else position.step % len(loader)

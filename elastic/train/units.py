@@ -80,12 +80,10 @@ class Units(Hook):
         """Complete a unit on all ranks, unless it is complete. Returns the function's value."""
         if self.is_running:
             return function()  # a part of the unit that calls it
-        self._loop.settle()
+        self._loop.settle_before_work()
         self._bootstrap.enter_loop()
         if self._current.step is not None or self._current.accumulation.since is not None:
-            value = function()
-            self._meet()  # otherwise a rank may commit the step, and another one die in this work
-            return value
+            return self._in_step(function)
         record = self._finished(name, at)
         if record is None:
             record = self._complete(name, function, at)
@@ -96,6 +94,19 @@ class Units(Hook):
         # Random numbers after it are the same whether it was skipped or not.
         seed_all(derive_seed(self._job.seed, _UNIT, record.number, _AFTER))
         return copied(record.value)
+
+    def _in_step(self, function: Callable[[], Any]) -> Any:
+        """Work that is a part of the current step. Where its loop was left, other strategies have
+        committed the step: the work draws the same random numbers."""
+        is_left, progress = self._current.inside is None, self._job.progress
+        if is_left:
+            seed_all(derive_seed(self._job.seed, _UNIT, progress.units))
+        value = function()
+        self._meet()  # otherwise a rank may commit the step, and another one die in this work
+        if is_left:
+            seed_all(derive_seed(self._job.seed, _UNIT, progress.units, _AFTER))
+            progress.units += 1
+        return value
 
     # -- which units are complete -------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from idiom_runs import SIZE, IdiomRuns
+from catalogue import idioms
+from idiom_runs import SIZE, IdiomRuns, assert_same
 
 from elastic.testing.small_world.world import STOP, Death, RunOutcome, SmallWorld
 
@@ -180,3 +181,19 @@ def test_a_job_whose_nodes_are_all_killed_continues_exactly(units: UnitRuns, pla
     resumed.assert_success(workers=SIZE)
     assert "source='initial'" not in resumed.workers[0].log
     units.assert_exact(resumed)
+
+
+@pytest.mark.parametrize("line", ["return run.mean(1.0", 'run.state["called"] ='])
+def test_a_step_in_which_a_loop_is_left_ends_with_the_code_after_it(
+    runs: IdiomRuns, line: str
+) -> None:
+    """A death in the work after an epoch, or where its last step is committed, must not run this
+    code again: it counts epochs."""
+    idiom = next(each for each in idioms() if each.name == "break_in_the_last_step")
+    lines = idiom.path.read_text().splitlines()
+    number = next(n for n, text in enumerate(lines, 1) if line in text)
+    event = 2 if line.startswith("return") else 6  # of the second epoch, of the first
+    outcome = runs.with_death(idiom, Death(rank=1, event=event, line=number), is_replaced=True)
+    assert outcome.died_at, outcome.describe()
+    outcome.assert_success(workers=SIZE)
+    assert_same(idiom, outcome, runs.alone(idiom))

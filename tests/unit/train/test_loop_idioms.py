@@ -266,6 +266,45 @@ def test_without_counted_epochs_the_next_pass_begins_at_0() -> None:
             assert i == STEPS - 1
 
 
+def test_an_iterator_that_is_still_held_does_not_shorten_the_next_pass() -> None:
+    """Its last step ends with the next pass, which begins at 0."""
+    with process() as run:
+        script = job(run)
+        for number in range(3):
+            first = script.loader.index
+            batches = iter(script.loader)
+            for i in range(first, STEPS):
+                script.update(*next(batches))
+                assert script.loader.index == i, "a log of the current step"
+            assert steps_of_job(run) == (number + 1) * STEPS - 1, "the last one is not committed"
+
+
+def test_a_step_is_counted_by_the_index_that_is_read_for_a_shorter_pass() -> None:
+    with process() as run:
+        script = job(run)
+        read = []
+        for _ in range(4):
+            read.append(first := script.loader.index)
+            batches = iter(script.loader)
+            for _ in range(first, min(first + 4, STEPS)):
+                script.update(*next(batches))
+    assert read == [0, 4, 0, 4]
+
+
+def test_the_index_of_a_step_that_has_not_ended_is_refused_for_another_loop() -> None:
+    with process() as run:
+        script = job(run)
+        batches = iter(script.loader)
+        for _ in range(STEPS):
+            script.update(*next(batches))
+        assert script.loader.index == STEPS - 1
+        with pytest.raises(TrainingError, match=r"(?s)index 5.*run\.commit\(\)"):
+            iter(script.loader)
+        run.commit()
+        assert script.loader.index == 0
+        assert len(list(iter(script.loader))) == STEPS
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_the_index_of_a_resumed_pass_is_known_before_it_begins(
     tmp_path: Path, counted: bool, caplog: pytest.LogCaptureFixture
