@@ -184,7 +184,8 @@ _FIRST_LOOKS = 3  # at gradients on a device, which wait for it; then at each po
 
 
 class EarlierGradients:
-    """Notes whether the first backward pass of a step adds to gradients of committed steps.
+    """Notes whether the first backward pass of a step adds to gradients of committed steps, or a
+    hook may read them before it.
 
     ``parameters``: those of a module that have gradients; ``computed_for``: more tensors for which
     passes compute these, as for the parameters that FSDP has gathered.
@@ -221,16 +222,34 @@ class EarlierGradients:
         if gradients:
             if not _reach(losses, [*self._parameters(), *self._computed_for()]):
                 return  # as of a generator, in the pass of its critic
-            self._looks += 1
-            looks, is_on_host = self._looks, gradients[0].device.type == "cpu"
-            if any(map(is_dtensor, gradients)):
-                self.are_added_to = True  # zeros, too: a rank's shards may be empty, but not all
-            elif is_on_host or looks <= _FIRST_LOOKS or looks & (looks - 1) == 0:
-                self.are_added_to = any(bool(gradient.any()) for gradient in gradients)
+            self._note(gradients)
         self._is_expected = False
+
+    def are_read(self) -> None:
+        """A hook of an optimizer runs before the optimizer's closure. It may read the gradients of
+        committed steps, unless this step has computed some."""
+        if self._is_expected and (
+            gradients := [p.grad for p in self._parameters() if p.grad is not None]
+        ):
+            self._note(gradients)
+
+    def _note(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._looks += 1
+        looks, is_on_host = self._looks, gradients[0].device.type == "cpu"
+        if any(map(is_dtensor, gradients)):
+            self.are_added_to = True  # zeros, too: a rank's shards may be empty, but not all
+        elif is_on_host or looks <= _FIRST_LOOKS or looks & (looks - 1) == 0:
+            self.are_added_to |= any(bool(gradient.any()) for gradient in gradients)
 
 
 _earlier: weakref.WeakSet[EarlierGradients] = weakref.WeakSet()
+
+
+def before_closure(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer`` is about to call its hooks, and then a closure that computes gradients."""
+    if optimizer._optimizer_step_pre_hooks:
+        for earlier in list(_earlier):
+            earlier.are_read()
 
 
 # ----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from elastic.groups.replica import ReplicaProcessGroup
 from elastic.groups.world import largest_world
 from elastic.hangs.page import OPTIMIZER, SCRIPT, phases
 from elastic.torch_private import current_backward, not_compiled, not_compiled_itself
+from elastic.train.backward import before_closure
 from elastic.train.ddp import ElasticDDP, Wrapped, hint_of_unreduced
 from elastic.train.loader import ElasticLoader
 from elastic.train.order import ControlFlags
@@ -166,6 +167,7 @@ class OptimizerWatch:
         if name is None and self._touched(known, optimizer):
             raise not_tracked(optimizer, self._objects)
         self._updates.append(update)
+        before_closure(optimizer)
 
         @not_compiled_itself
         def prepared_closure() -> Any:
