@@ -426,6 +426,11 @@ def changes_saved_state(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_state_dict_post_hooks)
 
 
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether functions run before the optimizer's step, and before its closure."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """A module's own parameters, without those of its submodules."""
     return module._parameters

@@ -247,7 +247,7 @@ _earlier: weakref.WeakSet[EarlierGradients] = weakref.WeakSet()
 
 def before_closure(optimizer: torch.optim.Optimizer) -> None:
     """``optimizer`` is about to call its hooks, and then a closure that computes gradients."""
-    if optimizer._optimizer_step_pre_hooks:
+    if torch_private.has_step_pre_hooks(optimizer):
         for earlier in list(_earlier):
             earlier.are_read()
 

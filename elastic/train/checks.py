@@ -169,6 +169,36 @@ def _parsed(code: CodeType, file: str) -> ast.AST:
     return tree
 
 
+def state_of_place(user: Mapping[str, object]) -> dict[str, object]:
+    """The entries of ``run.state`` in ``at=…`` of the call of run.once that is being made, unless
+    the script decides by the entry whether it makes the call."""
+    for frame in frames_of_script(sys._getframe(1)):
+        for place, conditions in _place_of_once(frame) if frame is not None else ():
+            keys = _strings(place).difference(*map(_strings, conditions))
+            named = {key: user[key] for key in keys if key in user}
+            return {k: value for k, value in named.items() if isinstance(value, (int, str))}
+    return {}
+
+
+def _place_of_once(frame: FrameType) -> Iterator[tuple[ast.expr, list[ast.expr]]]:
+    """The place that the current call of run.once names, and the conditions around the call."""
+    tree, line = tree_of(frame), frame.f_lineno
+    around = [n for n in ast.walk(tree) if isinstance(n, (ast.If, ast.Call)) and _is_at(n, line)]
+    conditions = [node.test for node in around if isinstance(node, ast.If)]
+    for call in around:
+        if isinstance(call, ast.Call) and _name_of(call.func) == "once":
+            yield from ((k.value, conditions) for k in call.keywords if k.arg == "at")
+
+
+def _is_at(node: ast.If | ast.Call, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _strings(expression: ast.expr) -> set[str]:
+    constants = (n.value for n in ast.walk(expression) if isinstance(n, ast.Constant))
+    return {value for value in constants if isinstance(value, str)}
+
+
 # ----------------------------------------------------------------------------
 # Refuses a wrapped module whose parameters or buffers are replaced, added or removed in training.
 #

@@ -21,6 +21,7 @@ from elastic.errors import TrainingError
 from elastic.groups.collectives import all_sum
 from elastic.hangs.page import Phase, phases
 from elastic.telemetry.log import get_logger
+from elastic.train.checks import state_of_place
 from elastic.train.copies import copied
 from elastic.train.hooks import Hook
 from elastic.train.loop import OWN_LOOP, StepLoop
@@ -71,10 +72,14 @@ class Units(Hook):
         # Calls at a place, by name, in this call of the training function.
         self._calls: dict[str, _Place] = {}
         self._interrupted: tuple[str, int] | None = None  # a unit's name, and the step after it
+        # Of calls before the first step in this call of the training function: a name, and the
+        # entries of run.state by which the script names its place.
+        self._named: dict[str, dict[str, object]] | None = {}
 
     def begin_attempt(self) -> None:
         """Called before each call of the training function."""
         self._calls.clear()
+        self._named = {}
 
     def run(self, name: str, function: Callable[[], Any], at: At | None) -> Any:
         """Complete a unit on all ranks, unless it is complete. Returns the function's value."""
@@ -89,6 +94,8 @@ class Units(Hook):
             record = self._complete(name, function, at)
         elif self._session.strategy.can_roll_back:
             self._progress.replay_unit(record.parts)
+        if at is not None and self._named is not None:
+            self._named[name] = state_of_place(self._job.user)
         if self._interrupted is not None and self._interrupted[0] == name:
             self._interrupted = None
         # Random numbers after it are the same whether it was skipped or not.
@@ -192,7 +199,12 @@ class Units(Hook):
 
     def begin(self, number: int) -> None:
         """See :class:`Hook`. Warns if a fault has interrupted a unit, and the script continues
-        without it."""
+        without it. Raises TrainingError if the script has changed by what it names one."""
+        named, self._named = self._named or {}, None
+        for name, state in named.items():
+            changed = [key for key, value in state.items() if self._job.user.get(key) != value]
+            if changed:
+                raise _moved(name, changed[0])
         if self._interrupted is not None and number >= self._interrupted[1]:
             (name, step), self._interrupted = self._interrupted, None
             get_logger().warning(
@@ -205,6 +217,15 @@ class Units(Hook):
 
 def _is_at_step_of(place: Any, other: Any) -> bool:
     return isinstance(place, list) and place[:2] == other[:2]
+
+
+def _moved(name: str, key: str) -> TrainingError:
+    return TrainingError(
+        f"run.once({name!r}, …, at=…) names its place by run.state[{key!r}], which has changed "
+        "before the first step: after a fault the function would name another place, and repeat "
+        "the work",
+        hint=f"run.once({name!r}, function) without at=: before a loop that resumes it is skipped",
+    )
 
 
 def _trains(name: str) -> TrainingError:

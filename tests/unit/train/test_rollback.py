@@ -242,6 +242,38 @@ def test_gradients_that_are_kept_for_the_first_time_are_those_of_the_earlier_cop
     assert gradients() == before and seldom.job.keeps_gradients
 
 
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_gradients_that_a_hook_may_read_before_a_closure_are_kept(
+    script: Script, has_hook: bool
+) -> None:
+    """They are those of the last step: the closure computes those of this one."""
+    x, y = dataset()[:8]
+    sums = []
+
+    def read(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        sums.append([float(p.grad.sum()) for p in script.model.parameters() if p.grad is not None])
+
+    def closure() -> float:
+        script.optimizer.zero_grad()
+        loss = F.mse_loss(script.model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    if has_hook:
+        script.optimizer.register_step_pre_hook(read)
+    for _ in range(2 * FIRST_STEPS):
+        script.model.earlier.begin_step()
+        script.optimizer.step(closure)
+        script.commit()
+    assert script.job.keeps_gradients == has_hook
+    if has_hook:
+        script.optimizer.step(closure)
+        script.optimizer.zero_grad()
+        assert script.rollback.restore()
+        script.optimizer.step(closure)
+        assert sums[-1] == sums[-2] != []
+
+
 def test_gradients_are_saved_until_it_is_known_that_no_step_adds_to_them(script: Script) -> None:
     saved = []
     for script.job.progress.commits in range(UNKNOWN_COMMITS + 1):

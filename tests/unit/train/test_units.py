@@ -55,6 +55,34 @@ def test_work_with_the_same_place_is_done_once() -> None:
     assert calls == ["1", "x", "1"], "the last finished work of a name counts"
 
 
+def test_a_place_that_the_script_changes_before_its_loop_is_refused() -> None:
+    """Each call of the function would name another one."""
+    with process() as run:
+        script = job(run)
+
+        def train(*, is_first: bool) -> None:
+            run.state.setdefault("round", 0)
+            if run.state.setdefault("due", 1):
+                run.once("due", lambda: None, at=run.state["due"])
+                run.state["due"] = 0
+            if is_first:
+                run.once("start", lambda: None, at=run.state["round"])
+                run.state["round"] += 1
+            for _ in run.epochs(2):
+                for x, y in script.loader:
+                    script.update(x, y)
+                run.once("end", lambda: None, at=f"round {run.state['round']}")
+                run.state["round"] += 1
+
+        with pytest.raises(TrainingError, match=r"run\.state\['round'\], which has changed"):
+            run.retry(train, is_first=True)
+        assert steps_of_job(run) == 0
+    with process() as run:
+        script = job(run)
+        run.retry(train, is_first=False)
+        assert run.state["round"] == 2
+
+
 def test_work_in_a_step_is_a_part_of_it() -> None:
     calls: list[str] = []
     with process() as run:
