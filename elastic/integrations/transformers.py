@@ -35,6 +35,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 import elastic
 from elastic.errors import ConfigError
 from elastic.telemetry.log import get_logger
+from elastic.train.copies import copied
 from elastic.train.sampler import Position
 
 try:
@@ -123,6 +124,7 @@ class _Plan:
     def __init__(self, loader: DataLoader[Any], owner: Any, ranks: int) -> None:
         config, args = owner.accelerator.dataloader_config, owner.args
         self._loader, self._ranks = loader, ranks
+        self._first_epoch = owner.first_epoch
         self._is_even = config.even_batches and not _drops_last(loader)
         self._seed = args.seed if args.data_seed is None else args.data_seed
         self._global_seed = args.seed
@@ -147,8 +149,18 @@ class _Plan:
             return count // self._each
         return -(-count // self._each)
 
+    def is_of(self, other: _Plan) -> bool:
+        """Whether both read the same data in the same updates."""
+        own, others = self._loader.dataset, other._loader.dataset
+        fingerprint = getattr(own, "_fingerprint", None)  # of datasets.Dataset
+        is_same = own is others or (
+            fingerprint is not None and fingerprint == getattr(others, "_fingerprint", None)
+        )
+        return is_same and (self.batches, self.per_update) == (other.batches, other.per_update)
+
     def order(self, epoch: int) -> list[Any]:
-        """The samples of all ranks in an epoch, or their batches."""
+        """The samples of all ranks in an epoch of the job, or their batches."""
+        epoch -= self._first_epoch()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._global_seed)
             # A sampler that draws global random numbers continues from one epoch to the next, and
@@ -189,11 +201,11 @@ class _Updates:
     """The loader that Trainer's loop reads: each item is a step of the job."""
 
     def __init__(self, run: elastic.Run, loader: elastic.ElasticLoader, plan: _Plan) -> None:
-        self._run, self.loader, self._plan = run, loader, plan
+        self._run, self.loader, self.plan = run, loader, plan
 
     def __len__(self) -> int:
         """The number of batches of an epoch on each rank of the largest world."""
-        return self._plan.batches
+        return self.plan.batches
 
     def __iter__(self) -> Iterator[elastic.Step]:
         return self._run.steps(self.loader)
@@ -222,8 +234,10 @@ class _LoopState:
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
+        # Calls of train() continue to count the job's epochs.
+        self.trainings, self.first_epoch = 1, 0  # calls that have begun, and the last one's epoch
         self.start = [0, 0]  # an epoch, and its updates: those of ``resume_from_checkpoint``
-        self.ended_epochs = 0  # of which on_epoch_end has been called
+        self.ended_epochs = 0  # of the job, of which on_epoch_end has been called
         self.units = 0  # logs, evaluations and saves that are complete
         self.last: list[Any] = [None, None]  # norm of the gradients, and rate, of the last update
 
@@ -239,6 +253,7 @@ class _LoopState:
             "callbacks": [each.state()["attributes"] for each in self._callbacks()],
             "loss": owner._tr_loss,
             "counters": {name: getattr(owner, name) for name in _COUNTERS},
+            "trainings": [self.trainings, self.first_epoch],
             "start": self.start,
             "ended_epochs": self.ended_epochs,
             "units": self.units,
@@ -253,6 +268,7 @@ class _LoopState:
             vars(callback).update(attributes)
         owner._tr_loss.copy_(state["loss"])
         vars(owner).update(state["counters"])
+        self.trainings, self.first_epoch = state["trainings"]
         self.start, self.last = list(state["start"]), list(state["last"])
         self.ended_epochs, self.units = state["ended_epochs"], state["units"]
 
@@ -381,6 +397,9 @@ class _InProcess:
         accelerator.prepare_model = partial(self._prepare_model, accelerator.prepare_model)
         accelerator.backward = partial(self._backward, accelerator.backward)
         self._loop: _LoopState | None = None
+        self._trainings = 0  # calls of train() in this process
+        self._planned_steps = 0
+        self._joined_in: dict[str, Any] | None = None  # state of a training that others have begun
         self._steps: Any = None
         self._is_stopped = False
         self._has_begun_epoch: int | None = None
@@ -437,6 +456,13 @@ class _InProcess:
                 hint="return self.accelerator.prepare(DataLoader(…))",
             )
         plan = _Plan(given[-1], self, self.elastic_run.largest_world)
+        if self._loop is not None:
+            if not plan.is_of(self._updates.plan):
+                raise ConfigError(
+                    "train() was called again with another data set or batch size: a job has one",
+                    hint="start a job for it, or train on a ConcatDataset with a sampler",
+                )
+            return self._updates
         loader = self.elastic_run.loader(
             given[-1],
             order=plan.order,
@@ -446,7 +472,14 @@ class _InProcess:
         )
         return _Updates(self.elastic_run, loader, plan)
 
+    def first_epoch(self) -> int:
+        """The job's epoch in which the current call of train() has begun."""
+        return 0 if self._loop is None else self._loop.first_epoch
+
     def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
+        self._trainings += 1
+        if self._loop is not None:  # or Trainer's new state replaces that of the job
+            self._ended = copied(self._loop.state_dict())
         epoch, batches = super()._init_training_state(*args, **options)  # type: ignore[misc]
         self._started_at = (epoch, batches // self.args.gradient_accumulation_steps)
         return epoch, batches
@@ -454,14 +487,14 @@ class _InProcess:
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        if self._loop is not None:
-            raise ConfigError(
-                "trainer.train() was called twice in a job, whose objects are those of the first",
-                hint="start a job for each training, or plain Trainer in one process",
-            )
         prepared = super()._prepare_for_training(  # type: ignore[misc]
             max_steps, train_dataloader, resume_from_checkpoint
         )
+        self._planned_steps += max_steps
+        self.elastic_run.plan_steps(self._planned_steps)
+        if self._loop is not None:
+            self._begin_again(resume_from_checkpoint)
+            return prepared
         self._loop = _LoopState(self)
         self._loop.start = list(self._started_at)
         self._resume = (resume_from_checkpoint, self.state.global_step)
@@ -470,7 +503,7 @@ class _InProcess:
         self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, device=self.args.device), 0.0
         self._globalstep_last_logged = self._initial_global_step = self.state.global_step
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        scaler = self.accelerator.scaler
+        self._scheduler, scaler = self.lr_scheduler, self.accelerator.scaler
         self.elastic_run.track(
             optimizer=self.optimizer.optimizer,
             lr_scheduler=self.lr_scheduler,
@@ -481,8 +514,38 @@ class _InProcess:
         if not self.elastic_run.saves:
             folder = os.path.join(self.args.output_dir, "elastic")
             self.elastic_run.steps(train_dataloader.loader, checkpoints=folder)
-        self.elastic_run.plan_steps(max_steps)
         return prepared
+
+    def _begin_again(self, resume_from_checkpoint: str | None) -> None:
+        """Begin another call of train(), whose objects are those of the first."""
+        loop, ended, scheduler = self._loop, self._ended, self._scheduler
+        assert loop is not None
+        rates = copied(scheduler.state_dict())
+        if scheduler is not self.lr_scheduler:  # Trainer has created another one
+            vars(scheduler).update(vars(self.lr_scheduler))
+            self.lr_scheduler = self.callback_handler.lr_scheduler = scheduler
+        if loop.trainings >= self._trainings:
+            # This node joins in it, or the job has resumed in it.
+            self._joined_in = {"loop": ended, "scheduler": rates}
+        new, new_rates = copied(loop.state_dict()), copied(scheduler.state_dict())
+        new["control"] |= dict.fromkeys(
+            ("should_training_stop", "should_epoch_stop", *_FLAGS), False
+        )
+        new["loss"] = torch.zeros_like(self._tr_loss)
+        step = self.state.global_step
+        new["counters"] |= dict.fromkeys(("_globalstep_last_logged", "_initial_global_step"), step)
+        new["counters"] |= {"_total_loss_scalar": 0.0}
+        first = loop.first_epoch + ended["state"]["num_train_epochs"]
+        new |= {"trainings": [self._trainings, first], "last": [None, None], "ended_epochs": first}
+        new |= {"start": [first + self._started_at[0], self._started_at[1]]}
+
+        def begin() -> None:
+            loop.load_state_dict(new | {"units": loop.units})
+            scheduler.load_state_dict(new_rates)
+            if resume_from_checkpoint is not None:
+                self._load_all(resume_from_checkpoint)
+
+        self.elastic_run.once("training", begin, at=self._trainings)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Do nothing: the random numbers of each step have a seed of their own."""
@@ -492,19 +555,25 @@ class _InProcess:
     def _run_epoch(self, **call: Any) -> None:
         """Train all epochs that are left: Trainer's own loop over them cannot be entered again."""
         self._has_begun_epoch = call["epoch"]
+        if self._joined_in is not None:
+            assert self._loop is not None
+            self._loop.load_state_dict(self._joined_in["loop"])
+            self._scheduler.load_state_dict(self._joined_in["scheduler"])
+            self._joined_in = None
         self.elastic_run.retry(self._train_epochs, call)
         self._is_stopped = self.control.should_training_stop
         self.control.should_training_stop = True  # ends Trainer's loop
 
     def _train_epochs(self, call: dict[str, Any]) -> None:
         assert self._loop is not None
-        for epoch in self.elastic_run.epochs(self.state.num_train_epochs):
+        first = self._loop.first_epoch
+        for epoch in self.elastic_run.epochs(first + self.state.num_train_epochs):
             self._choose_checkpoint(call)
             if epoch < self._loop.start[0]:
                 if self._updates.loader.position.step:
                     self._pass_over()
                 continue
-            self._work(call | {"epoch": epoch})  # that a fault has interrupted
+            self._work(call | {"epoch": epoch - first})  # that a fault has interrupted
             if self._loop.ended_epochs <= epoch:
                 self._train_epoch(epoch, call)
             else:
@@ -516,6 +585,7 @@ class _InProcess:
         assert self._loop is not None
         loader = self._updates.loader
         done = self._seek(epoch)
+        epoch -= self._loop.first_epoch
         if self._has_begun_epoch != epoch and not done:
             self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
         self._has_begun_epoch, self._steps = None, None
@@ -584,7 +654,9 @@ class _InProcess:
             if each.name not in _OWN_FLAGS:
                 setattr(self.state, each.name, getattr(saved, each.name))
         self._load_callback_state()
-        self._loop.start, self._loop.ended_epochs = list(self._started_at), self._started_at[0]
+        epoch, updates = self._started_at
+        self._loop.start = [self._loop.first_epoch + epoch, updates]
+        self._loop.ended_epochs = self._loop.start[0]
         self._globalstep_last_logged = self._initial_global_step = self.state.global_step
         self._tr_loss.zero_()
         self._total_loss_scalar = 0.0
@@ -694,7 +766,7 @@ class _InProcess:
 
     def _end_epoch(self, epoch: int) -> None:
         assert self._loop is not None
-        self._loop.ended_epochs = epoch + 1
+        self._loop.ended_epochs = self._loop.first_epoch + epoch + 1
 
     def _do_once(self, name: str, function: Callable[..., None], *args: Any) -> None:
         """Complete a unit of work, and count it."""

@@ -191,6 +191,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "args": {"dataloader_drop_last": True, "gradient_accumulation_steps": 3},
     },
     "evaluations": {"evaluates": True, "args": {"eval_on_start": True}},
+    "trained twice": EPOCHS | {"trainings": 2},
     "bf16": {"model": "gpt2", "double": False, "args": {"bf16": True}},
 }
 QUICK = ("tokens", "everything")
@@ -280,6 +281,33 @@ def test_a_node_joins(runs: Runs) -> None:
 @pytest.mark.parametrize("name", [NAMES[2], NAMES[3], NAMES[7]])
 def test_a_node_joins_after_a_death(runs: Runs, name: str) -> None:
     check_death(runs, "everything", PLACES[NAMES.index(name)], is_replaced=True)
+
+
+TWICE = at("A BATCH", rank=0, event=19)  # in the second epoch of the second call
+
+
+def test_a_death_in_a_second_call_of_train_changes_nothing(runs: Runs) -> None:
+    check_death(runs, "trained twice", TWICE)
+
+
+@pytest.mark.slow
+def test_a_node_joins_in_a_second_call_of_train(runs: Runs) -> None:
+    for event in (16, 22):
+        death = at("A BATCH", rank=1, event=event)
+        check_death(runs, "trained twice", death, is_replaced=True)
+
+
+@pytest.mark.slow
+def test_a_job_continues_in_a_second_call_of_train(runs: Runs) -> None:
+    options = MATRIX["trained twice"] | {"join": {"when": 1}}
+    ran = runs.run("elastic", options, out=killed(runs, options, 19))
+    assert_same(ran, runs.plain(MATRIX["trained twice"]), workers=SIZE)
+
+
+def test_a_second_call_of_train_with_other_data_is_refused(runs: Runs) -> None:
+    ran = runs.run("elastic", MATRIX["trained twice"] | {"other_data": True})
+    errors = [worker.error for worker in ran.outcome.workers if worker.error]
+    assert errors and all("train() was called again with another data set" in e for e in errors)
 
 
 def killed(runs: Runs, options: Mapping[str, Any], event: int) -> Path:

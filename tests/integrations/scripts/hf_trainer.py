@@ -192,7 +192,10 @@ before = trainer.evaluate() if options.get("evaluates") and whose == "elastic" e
 recorder.events.clear()
 resumes = options.get("resumes") and os.path.isdir(os.environ["OUT"])
 last = get_last_checkpoint(os.environ["OUT"]) if resumes else None
-trained = trainer.train(resume_from_checkpoint=last)
+for _ in range(options.get("trainings", 1)):
+    trained = trainer.train(resume_from_checkpoint=last)
+    if options.get("other_data"):
+        trainer.train_dataset = Numbers(50, 3)
 after = trainer.evaluate() if options.get("evaluates") else {}
 
 state = trainer.state
