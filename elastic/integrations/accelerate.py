@@ -44,10 +44,11 @@ try:
     import accelerate
     from accelerate import Accelerator
     from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
+    from accelerate.local_sgd import LocalSGD
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.tracking import GeneralTracker
-    from accelerate.utils import DistributedType, send_to_device
+    from accelerate.utils import DDPCommunicationHookType, DistributedType, send_to_device
 except ImportError as absent:
     raise ConfigError(
         f"elastic.integrations.accelerate needs Accelerate: {absent}",
@@ -126,6 +127,22 @@ def _deferring(on_main_process: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PartialState.on_main_process = _deferring(PartialState.on_main_process)
+
+
+def _refusing(enter: Callable[..., Any]) -> Callable[..., Any]:
+    def __enter__(self: LocalSGD) -> Any:
+        if self.enabled and isinstance(self.accelerator, ElasticAccelerator):
+            raise ConfigError(
+                "LocalSGD lets the weights of ranks differ between two averages: those of a rank "
+                "that dies would be lost",
+                hint="LocalSGD(…, enabled=False); accumulate gradients to reduce them less often",
+            )
+        return enter(self)
+
+    return __enter__
+
+
+LocalSGD.__enter__ = _refusing(LocalSGD.__enter__)
 
 
 def set_state(**values: Any) -> None:
@@ -241,6 +258,7 @@ class ElasticAccelerator(Accelerator):
 
     def __init__(self, *args: Any, run: Run | None = None, **kwargs: Any) -> None:
         self.run = elastic.join() if run is None else run
+        self._is_freed = False
         if self.run.device.type == "cpu":
             kwargs.setdefault("cpu", True)
         super().__init__(*args, **kwargs)
@@ -280,23 +298,42 @@ class ElasticAccelerator(Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
+        if not evaluation_mode:
+            self._check_is_first()
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)  # no DDP
         if evaluation_mode or not any(p.requires_grad for p in prepared.parameters()):
             return prepared
-        options = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
-        if hooks := sorted(name for name in options if name.startswith("comm_")):
+        handler = self.ddp_handler
+        options = {} if handler is None else handler.to_kwargs()  # without its hooks
+        hooks = [] if handler is None else [handler.comm_hook, handler.comm_wrapper]
+        if any(hook != DDPCommunicationHookType.NO for hook in hooks):
             raise ConfigError(
-                f"DistributedDataParallelKwargs sets {', '.join(hooks)}: gradients are weighted by "
-                "a hook of the job's own",
+                f"DistributedDataParallelKwargs sets {', '.join(hook.value for hook in hooks)}: "
+                "gradients are weighted by a hook of the job's own",
                 hint="omit it; mixed precision halves what is reduced",
             )
         self._models[-1] = wrapped = self.run.wrap(prepared, **options)
         return wrapped
 
+    def free_memory(self, *objects: Any) -> Any:
+        """See Accelerator. The job's objects remain those that were prepared before it."""
+        self._is_freed |= bool(self._models or self._optimizers)
+        return super().free_memory(*objects)
+
+    def _check_is_first(self) -> None:
+        """Raise ConfigError where a script prepares its objects again, with another batch size."""
+        if self._is_freed:
+            raise ConfigError(
+                "prepare() was called again after free_memory(), as find_executable_batch_size "
+                "does: a job has one model and one global batch in all of its worlds",
+                hint="set the batch size that fits in the smallest world, or one job each",
+            )
+
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
         if not getattr(optimizer, "_is_accelerate_prepared", False):
+            self._check_is_first()
             if self.scaler is not None and not self._optimizers:
                 self.run.track(scaler=self.scaler)
             named: dict[str, Any] = {f"optimizer{len(self._optimizers)}": optimizer}

@@ -109,3 +109,41 @@ def test_a_death_leaves_what_the_plain_framework_computes(
         )
         assert outcome.died_at
         assert_as_plain(outcome, case, workers=SIZE - 1 + is_replaced)
+
+
+REFUSED = """
+import sys
+import accelerate
+import torch
+from accelerate.local_sgd import LocalSGD
+from elastic.integrations.accelerate import ElasticAccelerator
+
+what = sys.argv[1]
+hook = accelerate.utils.DDPCommunicationHookType.FP16
+kwargs = accelerate.DistributedDataParallelKwargs(comm_hook=hook) if what == "hook" else None
+accelerator = ElasticAccelerator(kwargs_handlers=[kwargs] if kwargs else [])
+model = accelerator.prepare(torch.nn.Linear(1, 1))
+if what == "again":
+    accelerator.free_memory()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+elif what == "local SGD":
+    with LocalSGD(accelerator, model, local_sgd_steps=2):
+        pass
+"""
+REFUSALS = {
+    "hook": "DistributedDataParallelKwargs sets fp16",
+    "again": "prepare() was called again after free_memory()",
+    "local SGD": "LocalSGD lets the weights of ranks differ",
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_accelerate_cannot_recover_is_refused(
+    world: SmallWorld, tmp_path: Path, what: str
+) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "script.py"
+    script.write_text(REFUSED)
+    outcome = world.run(script, tmp_path / "run", size=2, arguments=[what], is_counted=False)
+    errors = [worker.error for worker in outcome.workers if worker.error]
+    assert errors and all(f"ConfigError: {REFUSALS[what]}" in error for error in errors)
