@@ -1,6 +1,6 @@
-"""Lightning on real agents: workers and nodes are killed, join, and start again.
+"""Jobs of each framework on real agents: workers and nodes are killed, join, and start again.
 
-What such a job computes is compared with plain Lightning in tests/integrations/test_lightning.py.
+What such a job computes is compared with the plain framework in tests/integrations.
 """
 
 from __future__ import annotations
@@ -18,30 +18,36 @@ from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import TorchrunOptions, worker_pids
 from elastic.testing.waiting import PATIENCE_S
 
-SCRIPT = Path(__file__).parents[1] / "integrations" / "scripts" / "lightning_job.py"
+SCRIPTS = Path(__file__).parents[1] / "integrations" / "scripts"
 STEPS, EPOCHS = 12, 3  # of an epoch; epochs
+FRAMEWORKS = {
+    "lightning": "lightning_job.py",
+    "transformers": "trainer_job.py",
+    "accelerate": "loop_job.py",
+    "fabric": "loop_job.py",
+}
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(
-        importlib.util.find_spec("lightning") is None,
-        reason="needs torch-elastic-harness[lightning]",
-    ),
-]
+pytestmark = pytest.mark.cluster
 
 
 class Job(LocalCluster):
-    """A job of Lightning whose places wait for a file, so that a fault meets them."""
+    """A job of a framework whose places wait for a file, so that a fault meets them."""
 
-    def __init__(self, etcd: EmbeddedEtcd, folder: Path, *, nodes: int, **options: Any) -> None:
+    def __init__(
+        self, etcd: EmbeddedEtcd, folder: Path, framework: str, *, nodes: int, **options: Any
+    ) -> None:
+        package = framework.replace("fabric", "lightning")
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs torch-elastic-harness[{package}]")
         super().__init__(
             [etcd.endpoint],
-            SCRIPT,
+            SCRIPTS / FRAMEWORKS[framework],
             folder,
             TorchrunOptions(min_nodes=1, max_nodes=nodes, conf={"last_call_s": 1.0}),
-            args=[json.dumps({"folder": str(folder), **options})],
+            args=[json.dumps({"folder": str(folder), "framework": framework, **options})],
             fork_server=shared_fork_server(),
         )
+        self.framework = framework
 
     def wait_at(self, place: str) -> None:
         """Until rank 0 is at a place, where it waits."""
@@ -55,19 +61,22 @@ class Job(LocalCluster):
     def results(self) -> list[dict[str, Any]]:
         return [json.loads(p.read_text()) for p in sorted(self.folder.glob("result-*.json"))]
 
-
-def assert_complete(job: Job, *, at_most: int) -> None:
-    results = job.results()
-    assert 1 <= len(results) <= at_most  # a process that starts may come too late
-    assert {r["global_step"] for r in results} == {STEPS * EPOCHS}
-    assert len({r["weights"] for r in results}) == 1
-    assert all(r["validations"] == [STEPS, 2 * STEPS, 3 * STEPS] for r in results)
-    saved = {path.name for path in (job.folder / "saved").glob("*.ckpt")}
-    assert saved == {f"epoch={e}-step={STEPS * (e + 1)}.ckpt" for e in range(EPOCHS)}
+    def assert_complete(self, *, at_most: int) -> None:
+        results = self.results()
+        assert 1 <= len(results) <= at_most  # a process that starts may come too late
+        assert {r["global_step"] for r in results} == {STEPS * EPOCHS}
+        assert len({r["weights"] for r in results}) == 1
+        assert all(r["validations"] == [STEPS, 2 * STEPS, 3 * STEPS] for r in results)
+        if self.framework == "transformers":
+            expected = {f"checkpoint-{STEPS * (e + 1)}" for e in range(EPOCHS)}
+        else:
+            expected = {f"epoch={e}-step={STEPS * (e + 1)}.ckpt" for e in range(EPOCHS)}
+        saved = {p.name for p in (self.folder / "saved").iterdir() if not p.name.startswith(".")}
+        assert saved == expected
 
 
 def test_survivors_continue_in_lightning(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
-    with Job(etcd, tmp_path / "job", nodes=2, place="train") as job:
+    with Job(etcd, tmp_path / "job", "lightning", nodes=2, place="train") as job:
         job.start_nodes(2)
         job.wait_at("train")
         pids = worker_pids(job.running)
@@ -77,7 +86,7 @@ def test_survivors_continue_in_lightning(etcd: EmbeddedEtcd, tmp_path: Path) -> 
         (survivor,) = job.running
         assert worker_pids([survivor])[survivor.name] == pids[survivor.name]
         assert job.wait_ended()[survivor.name] == 0
-        assert_complete(job, at_most=1)
+        job.assert_complete(at_most=1)
 
 
 @pytest.mark.slow
@@ -85,12 +94,19 @@ def test_survivors_continue_in_lightning(etcd: EmbeddedEtcd, tmp_path: Path) -> 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("place", ["train", "validation", "save"])
 @pytest.mark.parametrize("fault", ["worker", "rank 0's node", "join", "all nodes"])
-def test_faults_in_lightning(
-    etcd: EmbeddedEtcd, tmp_path: Path, fault: str, place: str, accumulate: int, workers: int
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_faults(
+    etcd: EmbeddedEtcd,
+    tmp_path: Path,
+    framework: str,
+    fault: str,
+    place: str,
+    accumulate: int,
+    workers: int,
 ) -> None:
     started = {"rank 0's node": 3, "all nodes": 6}.get(fault, 4)  # processes
     options = {"place": place, "accumulate": accumulate, "workers": workers, "all": started}
-    with Job(etcd, tmp_path / "job", nodes=3, **options) as job:
+    with Job(etcd, tmp_path / "job", framework, nodes=3, **options) as job:
         job.start_nodes(3)
         job.wait_at(place)
         if fault == "worker":
@@ -106,4 +122,4 @@ def test_faults_in_lightning(
             job.start_nodes(3)
         job.go_on()
         job.wait_ended()
-        assert_complete(job, at_most=3)
+        job.assert_complete(at_most=3)
