@@ -1063,6 +1063,8 @@ def _define(package: str) -> Any:
                     "yet, whose ranks could share it",
                     hint="call it after fit(), or in a job without fit()",
                 )
+            if is_fit:
+                _refuse_callbacks(trainer.callbacks)
             super().setup(trainer)
             if is_fit:
                 self._fit = Fit(self, trainer, is_private=_is_progress_bar(pl))
@@ -1192,6 +1194,18 @@ def _refuse_options(options: dict[str, Any]) -> None:
     }
     for name in options.keys() & refused.keys():
         raise ConfigError(f"ElasticStrategy({name}=…) is not supported", hint=refused[name])
+
+
+def _refuse_callbacks(callbacks: list[Any]) -> None:
+    """Raise ConfigError for callbacks that change what the job consists of during training."""
+    for callback in callbacks:
+        if any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__):
+            raise ConfigError(
+                f"{type(callback).__name__} adds parameters to the optimizer during training: a "
+                "node that joins has not added them",
+                hint="create all parameter groups in configure_optimizers(), with lr=0 or "
+                "requires_grad_(False) until they train; or run each phase as a job",
+            )
 
 
 def _repeat_if_interrupted(run: Run, loop: Any) -> None:

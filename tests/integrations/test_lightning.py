@@ -236,6 +236,10 @@ def samples():
 what = sys.argv[1]
 if what == "option":
     integration.ElasticStrategy(ddp_comm_hook=print)
+elif what == "finetuning":
+    other = trainer()
+    other.callbacks.append(pl.callbacks.BackboneFinetuning())
+    other.fit(Model(), samples())
 elif what == "stream":
     trainer().fit(Model(), DataLoader(Stream(), batch_size=2))
 elif what == "twice":
@@ -254,6 +258,7 @@ elif what == "other version":
 """
 REFUSALS = {
     "option": (1, "ElasticStrategy(ddp_comm_hook=…) is not supported"),
+    "finetuning": (1, "BackboneFinetuning adds parameters to the optimizer during training"),
     "stream": (1, "Stream cannot be divided among a changing number of ranks"),
     "twice": (1, "trainer.fit() is called twice in this process"),
     "devices": (1, "Trainer(devices=2) on a node with 1 workers"),
