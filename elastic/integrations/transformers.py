@@ -339,6 +339,8 @@ class _InProcess:
     is_in_train: bool
     control: Any
     current_flos: float
+    lr_scheduler: Any
+    _scheduler: Any  # of the first call of train(), which is tracked
 
     if TYPE_CHECKING:
 

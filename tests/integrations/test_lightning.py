@@ -239,7 +239,9 @@ if what == "option":
 elif what == "finetuning":
     other = trainer()
     other.callbacks.append(pl.callbacks.BackboneFinetuning())
-    other.fit(Model(), samples())
+    model = Model()
+    model.backbone = torch.nn.Linear(1, 1)
+    other.fit(model, samples())
 elif what == "stream":
     trainer().fit(Model(), DataLoader(Stream(), batch_size=2))
 elif what == "twice":
