@@ -1198,14 +1198,23 @@ def _refuse_options(options: dict[str, Any]) -> None:
 
 def _refuse_callbacks(callbacks: list[Any]) -> None:
     """Raise ConfigError for callbacks that change what the job consists of during training."""
+    refused = {
+        "BaseFinetuning": (
+            "adds parameters to the optimizer during training: a node that joins has not added "
+            "them",
+            "create all parameter groups in configure_optimizers(), with lr=0 or "
+            "requires_grad_(False) until they train; or run each phase as a job",
+        ),
+        "StochasticWeightAveraging": (
+            "replaces the schedule during training: a node that joins has another learning rate",
+            "WeightAveraging(), with a schedule in configure_optimizers()",
+        ),
+    }
     for callback in callbacks:
-        if any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__):
-            raise ConfigError(
-                f"{type(callback).__name__} adds parameters to the optimizer during training: a "
-                "node that joins has not added them",
-                hint="create all parameter groups in configure_optimizers(), with lr=0 or "
-                "requires_grad_(False) until they train; or run each phase as a job",
-            )
+        for base in type(callback).__mro__:
+            if base.__name__ in refused:
+                problem, hint = refused[base.__name__]
+                raise ConfigError(f"{type(callback).__name__} {problem}", hint=hint)
 
 
 def _repeat_if_interrupted(run: Run, loop: Any) -> None:
