@@ -292,7 +292,7 @@ class Attempt:
         except BaseException as failure:
             self._leave(failure)
             raise
-        if error is not None and not is_handled:
+        if error is not None and not is_handled and not self.succeeded:
             self._leave(error)
         return is_handled
 
@@ -304,10 +304,10 @@ class Attempt:
         """Whether the exception is handled: the function has returned, or is called again."""
         strategy = self._session.strategy
         try:
-            if error is None or isinstance(error, CallEnded):
+            if error is None or isinstance(error, CallEnded) or _is_clean_exit(error):
                 self._attempts.end()
                 self.succeeded = True
-                return True
+                return not isinstance(error, SystemExit)
         except Exception as failure:
             refuse_stale_group(failure)
             for each in causes(failure):  # the end of the call is not the cause of this fault
@@ -328,6 +328,11 @@ class Attempt:
         strategy.recover(error)
         self._scope.in_retry = False
         return True
+
+
+def _is_clean_exit(error: BaseException) -> bool:
+    """Whether the script calls ``sys.exit()``: as ``return``, the same on all ranks."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 _ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_batch_size

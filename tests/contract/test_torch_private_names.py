@@ -52,8 +52,15 @@ ELSEWHERE = {
 REPLACED = {
     "elastic/groups/pending.py": {"dist.Work.wait", "sys.excepthook"},  # with an end
     "elastic/groups/faults.py": {"sys.excepthook"},  # reports the error, then calls the other one
-    # Accelerate's first process group is deferred, and a loader of the job skips nothing.
-    "elastic/integrations/transformers.py": {"PartialState.__init__", "trainer.skip_first_batches"},
+    # Accelerate's first process group is deferred; a new main process begins trackers.
+    "elastic/integrations/accelerate.py": {
+        "LocalSGD.__enter__",  # refused
+        "PartialState.__init__",
+        "PartialState.on_main_process",
+    },
+    "elastic/integrations/transformers.py": {
+        "trainer.skip_first_batches"
+    },  # of a loader of the job
     "elastic/hangs/page.py": {"pdb.Pdb.interaction"},  # a debugger prompt is not a hang
     # Processes that become another program: its arguments and files.
     "elastic/testing/forks/server.py": {

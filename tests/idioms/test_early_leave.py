@@ -150,6 +150,43 @@ def test_a_rank_that_leaves_after_the_first_step_of_a_world_is_named(
         assert "rank 1 left the loop after step 0, while rank" in worker.error
 
 
+EXITS = f"""{HEAD}
+{TRAINED}
+import sys
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            {STEP}
+            if i == 5 and run.world.rank in RANKS:
+                sys.exit()
+try:
+    run.retry(train)
+except SystemExit:
+    result = dict(model.state_dict())
+"""
+
+
+def test_a_rank_that_exits_cleanly_alone_is_named_by_all_ranks(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    """torchrun would take it for finished, and the others for broken."""
+    path = tmp_path / "script.py"
+    path.write_text(EXITS.replace("RANKS", "[1]"))
+    outcome = runs.world.run(path, tmp_path / "ranks", size=3)
+    assert not outcome.survivors
+    for worker in (worker for worker in outcome.workers if worker.exit_code is not None):
+        assert "rank 1 left the loop after step 5, while rank" in worker.error, outcome.describe()
+    assert outcome.worlds == 1
+
+
+def test_ranks_that_exit_cleanly_together_have_finished(runs: IdiomRuns, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(EXITS.replace("RANKS", "range(3)"))
+    outcome = runs.world.run(path, tmp_path / "ranks", size=3)
+    outcome.assert_success(workers=3)
+    assert {worker.steps for worker in outcome.survivors} == {6}
+
+
 @pytest.mark.parametrize(
     ("end", "error"),
     [
