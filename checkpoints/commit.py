@@ -128,6 +128,9 @@ def read_document(source: ReadableFile, file: str) -> bytes:
 # they produce identical bytes under private names, and "already exists" counts as success.
 
 
+_PRIVATE_PREFIX = ".manifest-"
+
+
 class IncompleteAttempt(Exception):
     """An attempt cannot be committed; the message has the reason."""
 
@@ -220,6 +223,19 @@ def missing_writers(files: Collection[str], world_size: int) -> list[int]:
     """The writers whose parts are not among the files of an attempt."""
     present = set(files)
     return [rank for rank in range(world_size) if part_file(rank, world_size) not in present]
+
+
+def world_size_of(files: Collection[str]) -> int:
+    """The number of writers, all of which have finished. Raises :class:`IncompleteAttempt`."""
+    ranks = [rank for rank in map(parse_part_file, files) if rank is not None]
+    sizes = {world_size for _, world_size in ranks}
+    if len(sizes) != 1:
+        raise IncompleteAttempt(
+            "no writer finished" if not sizes else "its parts have different world sizes"
+        )
+    world_size = sizes.pop()
+    check_all_parts(files, world_size)
+    return world_size
 
 
 def check_no_writer_failed(files: Collection[str]) -> None:
@@ -360,7 +376,7 @@ def _check_sizes(storage: Storage, manifest: Manifest) -> None:
 
 
 def _put_manifest(storage: Storage, name: CheckpointName, data: bytes) -> None:
-    private = f"{name.attempt}/.manifest-{secrets.token_hex(4)}.json"
+    private = f"{name.attempt}/{_PRIVATE_PREFIX}{secrets.token_hex(4)}.json"
     with removed_on_failure(storage, private):
         write_durably(storage, private, data)
         storage.rename(private, f"{name.attempt}/{MANIFEST}")
@@ -380,5 +396,14 @@ def _remove_leftovers(storage: Storage, name: CheckpointName) -> None:
     """Remove the parts, which are no longer needed, and manifests that lost a race to commit."""
     with contextlib.suppress(OSError):  # harmless: no reader opens them
         for file in storage.list(str(name)):
-            if parse_part_file(file) is not None or file.startswith(".manifest-"):
+            if parse_part_file(file) is not None or file.startswith(_PRIVATE_PREFIX):
                 storage.remove(f"{name}/{file}")
+
+
+def remove_private_manifests(storage: Storage, name: CheckpointName) -> None:
+    """Remove what committers of an attempt have left that were killed. They have ended: a live one
+    would fail."""
+    with contextlib.suppress(OSError):
+        for file in storage.list(name.attempt):
+            if file.startswith(_PRIVATE_PREFIX):
+                storage.remove(f"{name.attempt}/{file}")

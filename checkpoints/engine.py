@@ -76,8 +76,9 @@ _NICENESS = 10
 class Engine:
     """Saves asynchronously for the life of a process. Its one owner closes it.
 
-    ``keep`` is applied after a commit. ``fence`` is called before one, on the writer thread: False
-    means that the caller's world is stale (a :class:`WriterGroup` may have its own fence).
+    ``keep`` is applied after a commit, and before one if the storage is full. ``fence`` is called
+    before each, on the writer thread: False means that the caller's world is stale (a
+    :class:`WriterGroup` may have its own fence).
     ``deadline_s`` limits the time in which a save makes no progress: this writer writes no chunk,
     and no other one that it waits for. It grows with the pauses that a slow storage has been seen
     to make. While both buffers are in use, a save is skipped and counted with ``busy="skip"``; with
@@ -200,6 +201,8 @@ class Engine:
                 section=world.section,
                 pieces=planned.plan.pieces,
                 data=self._progress.watched(data),
+                keep=self._keep,
+                fence=lambda: self._is_open(handle) and self._may_commit(world.fence),
                 history=self._history.of(world.nonce),
             )
             now_s = self._monotonic()
@@ -450,7 +453,7 @@ class Engine:
     def _write(self, job: SaveJob) -> None:
         began_s = self._monotonic()
         try:
-            if not self._is_open(job) or not self._may_commit(job):
+            if not self._is_open(job.handle) or not self._may_commit(job.fence):
                 self._finish(job, SaveStatus.STALE, reason="its world ended before it was written")
                 return
             written = write_unless_committed(self._storage, job.attempt, self._clock)
@@ -505,7 +508,7 @@ class Engine:
                     self._fail(job, folder_removed(name))
                 return
         if is_waiting(files, job.attempt.world_size):
-            if not self._may_commit(job):
+            if not self._may_commit(job.fence):
                 self._finish(job, SaveStatus.STALE, reason="its world ended")
             else:
                 self._observe_writers(job, files)
@@ -539,17 +542,15 @@ class Engine:
             self._storage,
             attempt,
             job.written,
-            keep=self._keep,
-            fence=lambda: self._is_open(job) and self._may_commit(job),
             on_committed=note_time,
         )
         if saved.committed:
             self._finish(job, SaveStatus.COMMITTED, notes=saved.notes)
-        elif not self._may_commit(job):
+        elif not self._may_commit(job.fence):
             self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
         elif saved.is_waiting:
             job.problem = saved.notes[0]
-        elif self._is_open(job):
+        elif self._is_open(job.handle):
             give_up(self._storage, attempt.name, attempt.rank, attempt.world_size)
             self._fail(job, WriteFailed(f"{attempt.name} was {saved.notes[0]}"))
 
@@ -567,12 +568,12 @@ class Engine:
             error.__cause__ = cause
         self._finish(job, SaveStatus.FAILED, reason=str(error), error=error)
 
-    def _is_open(self, job: SaveJob) -> bool:
+    def _is_open(self, handle: SaveHandle) -> bool:
         with self._lock:
-            return job in self._open
+            return any(job.handle is handle for job in self._open)
 
-    def _may_commit(self, job: SaveJob) -> bool:
-        return all(fence is None or fence() for fence in (self._fence, job.fence))
+    def _may_commit(self, of_world: Callable[[], bool] | None) -> bool:
+        return all(fence is None or fence() for fence in (self._fence, of_world))
 
 
 def poll_pause_s(waited_s: float) -> float:

@@ -15,17 +15,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from checkpoints.commit import IncompleteAttempt, check_all_parts, check_no_writer_failed, commit
+from checkpoints.commit import (
+    IncompleteAttempt,
+    check_no_writer_failed,
+    commit,
+    remove_private_manifests,
+    world_size_of,
+)
 from checkpoints.intervals import GARBAGE_MIN_AGE_S
 from checkpoints.names import (
     LATEST_PREFIX,
     REMOVED_PREFIX,
     CheckpointName,
     parse_attempt,
-    parse_part_file,
 )
 from checkpoints.objects import Root, storage_for
 from checkpoints.storage import ABSENT, Storage, patient, reading, reason_of
@@ -93,6 +98,10 @@ class _Collector:
     nonce: str | None
     changed_since_s: float
 
+    def is_of(self, name: CheckpointName) -> bool:
+        """Whether the attempt is of the collector's world."""
+        return (self.generation, self.nonce) == (name.generation, name.nonce)
+
 
 class _Collection:
     """One collection, and what it did so far."""
@@ -110,7 +119,7 @@ class _Collection:
         try:
             files = self.storage.list(name.attempt)
             check_no_writer_failed(files)
-            _world_size(files)
+            world_size_of(files)
         except ABSENT:
             return False
         except IncompleteAttempt as why:
@@ -122,8 +131,10 @@ class _Collection:
         return True
 
     def commit(self, name: CheckpointName) -> None:
+        if not self._collector.is_of(name):
+            remove_private_manifests(self.storage, name)
         try:
-            commit(self.storage, name, _world_size(self.storage.list(name.attempt)))
+            commit(self.storage, name, world_size_of(self.storage.list(name.attempt)))
             self.committed.append(str(name))
         except IncompleteAttempt as why:
             self._remove_or_retain(name, str(why))
@@ -168,24 +179,11 @@ def _leftovers(storage: Storage) -> list[str]:
     return [e for e in entries if parse_attempt(e) is not None or e.startswith(temporary)]
 
 
-def _world_size(files: Sequence[str]) -> int:
-    """The number of writers, all of which have finished. Raises :class:`IncompleteAttempt`."""
-    ranks = [rank for rank in map(parse_part_file, files) if rank is not None]
-    sizes = {world_size for _, world_size in ranks}
-    if len(sizes) != 1:
-        raise IncompleteAttempt(
-            "no writer finished" if not sizes else "its parts have different world sizes"
-        )
-    world_size = sizes.pop()
-    check_all_parts(files, world_size)
-    return world_size
-
-
 def _why_retained(storage: Storage, name: CheckpointName, collector: _Collector) -> str | None:
     """Why a writer of this attempt may still be alive, or None."""
     if collector.nonce is not None and name.generation < collector.generation:
         return None  # a newer generation forms only after all members have left the older one
-    if (name.generation, name.nonce) == (collector.generation, collector.nonce):
+    if collector.is_of(name):
         return "it belongs to the collector's world"
     try:
         paths = [name.attempt, *(f"{name.attempt}/{file}" for file in storage.list(name.attempt))]

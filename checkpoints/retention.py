@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from checkpoints.commit import committed_names, read_manifest
+from checkpoints.commit import IncompleteAttempt, committed_names, read_manifest, world_size_of
 from checkpoints.errors import LoadError, ReadFailed, UnsupportedFormat
 from checkpoints.manifest import Manifest, without_tensors
 from checkpoints.names import (
@@ -137,7 +137,7 @@ def after_commit(
         notes += filter(None, (_newer_run(names[0], name), history.note_other_runs(names, name)))
         removable: Sequence[CheckpointName] = ()
         with noted("choosing the checkpoints to keep"):
-            removable = not_retained(storage, names, keep, history) if keep is not None else ()
+            removable = not_retained(storage, names, keep, history)
         for old in removable:
             if old != name:
                 with noted(f"removing {old}"):
@@ -162,11 +162,13 @@ def _newer_run(newest: CheckpointName, name: CheckpointName) -> str:
 def not_retained(
     storage: Storage,
     newest_first: Sequence[CheckpointName],
-    keep: RetentionFunction,
+    keep: RetentionFunction | None,
     history: FolderHistory,
 ) -> tuple[CheckpointName, ...]:
-    """The committed checkpoints that ``keep`` does not retain, oldest first. A checkpoint counts as
-    valid if its manifest is intact and its files have the right sizes."""
+    """The committed checkpoints that ``keep`` does not retain, oldest first; None retains all. A
+    checkpoint counts as valid if its manifest is intact and its files have the right sizes."""
+    if keep is None:
+        return ()
 
     @functools.cache
     def look(name: CheckpointName) -> Manifest | LoadError:
@@ -230,26 +232,78 @@ def _point_latest(storage: Storage, newest: CheckpointName) -> None:
         storage.rename(temporary, LATEST)
 
 
-def free_space(storage: Storage, name: CheckpointName) -> bool:
-    """Remove what a save of ``name`` supersedes, for a full disk; returns whether it did."""
-    removed = False
+def free_space(
+    storage: Storage, name: CheckpointName, keep: RetentionFunction | None, history: FolderHistory
+) -> Iterator[None]:
+    """Free the space of a full disk for a save of ``name``, step by step: what it supersedes, what
+    ``keep`` does not retain, and complete attempts of earlier worlds. Yields after each step that
+    has removed something. Raises nothing.
+
+    A commit removes all of it, too. But a disk that has filled up while that failed, or under a
+    policy that keeps more, has no space for the next commit.
+    """
+    if remove_superseded(storage, name):
+        yield
+    if _remove_not_retained(storage, keep, history):
+        yield
+    if remove_superseded(storage, name, spares_complete=False):
+        yield
+
+
+def _remove_not_retained(
+    storage: Storage, keep: RetentionFunction | None, history: FolderHistory
+) -> bool:
+    """Whether checkpoints were removed. The next commit notes what fails here, such as the user's
+    policy."""
+    is_freed = False
+    with contextlib.suppress(Exception):
+        for old in not_retained(storage, committed_names(patient(storage)), keep, history):
+            with contextlib.suppress(OSError):
+                remove_committed(storage, old)
+                is_freed = True
+    return is_freed
+
+
+def remove_superseded(
+    storage: Storage, name: CheckpointName, *, spares_complete: bool = True
+) -> bool:
+    """Remove the attempts that a save of ``name`` supersedes; returns whether there were some.
+    Raises nothing.
+
+    ``spares_complete``: not those of earlier worlds that have all parts. One may be the newest
+    state, which the collection at the start could not commit; the next one may.
+    """
+    is_freed = False
     with contextlib.suppress(OSError):
         for folder in _superseded(storage.list(""), name):
             with contextlib.suppress(OSError):
+                attempt = parse_attempt(folder)
+                is_earlier = attempt is not None and attempt.generation < name.generation
+                if spares_complete and is_earlier and _is_complete(storage, folder):
+                    continue
                 storage.remove_folder(folder)
-                removed = True
-    return removed
+                is_freed = True
+    return is_freed
+
+
+def _is_complete(storage: Storage, attempt: str) -> bool:
+    """Whether the parts of all writers are there."""
+    try:
+        return world_size_of(storage.list(attempt)) > 0
+    except IncompleteAttempt:
+        return False
 
 
 def _superseded(entries: Sequence[str], name: CheckpointName) -> Iterator[str]:
-    """Attempts of the same world at earlier steps, which will not be completed, and interrupted
-    removals."""
+    """Attempts of earlier worlds, which have ended, and of the same world at earlier steps: they
+    will not be completed. And interrupted removals."""
     for entry in entries:
         attempt = parse_attempt(entry)
-        is_earlier = (
-            attempt is not None
-            and (attempt.generation, attempt.nonce) == (name.generation, name.nonce)
-            and attempt.step < name.step
-        )
-        if is_earlier or entry.startswith(REMOVED_PREFIX):
+        if attempt is not None:
+            is_same_world = (attempt.generation, attempt.nonce) == (name.generation, name.nonce)
+            is_superseded = attempt.generation < name.generation
+            is_superseded |= is_same_world and attempt.step < name.step
+        else:
+            is_superseded = entry.startswith(REMOVED_PREFIX)
+        if is_superseded:
             yield entry

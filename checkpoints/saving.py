@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -45,7 +45,13 @@ from checkpoints.manifest import (
 from checkpoints.names import MAX_WORLD_SIZE, CheckpointName, failure_file, part_file, writer_file
 from checkpoints.objects import Root, storage_for
 from checkpoints.policies import LatestN, RetentionFunction
-from checkpoints.retention import FolderHistory, PartStorage, after_commit, free_space
+from checkpoints.retention import (
+    FolderHistory,
+    PartStorage,
+    after_commit,
+    free_space,
+    remove_superseded,
+)
 from checkpoints.save_plan import Pieces, PlannedSave, SavePlan, SavePlanner
 from checkpoints.storage import (
     ABSENT,
@@ -71,6 +77,8 @@ from checkpoints.tensors import (
     share_of,
 )
 from checkpoints.tree import Node, flatten, spec_of
+
+T = TypeVar("T")
 
 # ----------------------------------------------------------------------------
 # Writes one rank's share as a safetensors file.
@@ -211,7 +219,14 @@ class WriteAttempt:
     section: tuple[int, ...] | None  # the ranks with the same tensors; None: all
     pieces: Pieces
     data: Data  # reads the bytes of a chunk
-    history: FolderHistory | None = None
+    keep: RetentionFunction | None
+    fence: Callable[[], bool] | None  # called before a commit, and before ``keep`` is applied
+    history: FolderHistory
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this world may still commit, and remove checkpoints."""
+        return self.fence is None or self.fence()
 
     @property
     def size_bytes(self) -> int:
@@ -243,17 +258,15 @@ def commit_if_complete(
     attempt: WriteAttempt,
     written: WrittenShare,
     *,
-    keep: RetentionFunction | None,
-    fence: Callable[[], bool] | None,
     on_committed: Callable[[], object] = lambda: None,
 ) -> SaveResult:
-    """Commit if all shares are present and the fence allows it, then apply ``keep``.
+    """Commit if all shares are present and the fence allows it, then remove older checkpoints.
 
-    ``on_committed`` is called after the commit attempt, before ``keep`` is applied. Raises
+    ``on_committed`` is called after the commit attempt, before they are removed. Raises
     :class:`SaveError`.
     """
     name = attempt.name
-    why = "fenced: this world is stale" if fence is not None and not fence() else ""
+    why = "" if attempt.is_current else "fenced: this world is stale"
     is_waiting = False
     if not why and not isinstance(storage, PartStorage):
         with writing(storage.place):
@@ -274,9 +287,9 @@ def commit_if_complete(
     if why:
         notes: tuple[str, ...] = (f"not committed: {why}",)
     elif isinstance(storage, PartStorage):
-        notes = storage.part_written(name, keep)
+        notes = storage.part_written(name, attempt.keep)
     else:
-        notes = after_commit(storage, name, keep, attempt.history)
+        notes = after_commit(storage, name, attempt.keep, attempt.history)
     return SaveResult(
         name=str(name),
         step=name.step,
@@ -289,26 +302,38 @@ def commit_if_complete(
 
 def _commit(storage: Storage, attempt: WriteAttempt, own: Part) -> None:
     """Commit. If that fails, earlier attempts are removed: only one is kept for a later try."""
-
-    def commit_patiently() -> Manifest | None:
-        return repeated(storage, lambda: commit(storage, attempt.name, attempt.world_size, own))
-
     try:
-        manifest = commit_patiently()
-    except OSError as error:
-        is_freed = free_space(storage, attempt.name)
-        if not is_full(error) or not is_freed:
-            raise
-        manifest = commit_patiently()
-    if manifest is not None and attempt.history is not None:
+        manifest = _with_room(
+            storage, attempt, lambda: commit(storage, attempt.name, attempt.world_size, own)
+        )
+    except OSError:
+        remove_superseded(storage, attempt.name)
+        raise
+    if manifest is not None:
         attempt.history.remember(manifest)
+
+
+def _with_room(storage: Storage, attempt: WriteAttempt, write: Callable[[], T]) -> T:
+    """The result of ``write``, repeated as a write to that storage. On a full disk, what is no
+    longer needed makes room first."""
+    keep = attempt.keep if attempt.is_current else None
+    freed = free_space(storage, attempt.name, keep, attempt.history)
+    while True:
+        try:
+            return repeated(storage, write)
+        except OSError as error:
+            # A storage of parts makes room before it writes.
+            if isinstance(storage, PartStorage) or not is_full(error):
+                raise
+            if next(freed, "nothing") is not None:
+                raise
 
 
 def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], float]) -> WrittenShare:
     """Write this rank's file and part unless they exist."""
     name, rank, world_size = attempt.name, attempt.rank, attempt.world_size
     repeated(storage, lambda: storage.make_folder(""))
-    repeated(storage, lambda: storage.make_folder(name.attempt))
+    _with_room(storage, attempt, lambda: storage.make_folder(name.attempt))
     part = _written_before(storage, attempt)
     if part is not None:
         _check_same(attempt, part)
@@ -321,7 +346,7 @@ def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], floa
         part = _part_of(attempt, written)
         data = part.to_bytes()
         _check_part_size(attempt, len(data))
-        repeated(storage, lambda: _put_part(storage, attempt, data))
+        _with_room(storage, attempt, lambda: _put_part(storage, attempt, data))
     with contextlib.suppress(FileNotFoundError):  # committed by another writer meanwhile
         repeated(storage, lambda: sync_folder(storage, name.attempt))
     return WrittenShare(part, written.writer.size_bytes + len(data))
@@ -358,7 +383,6 @@ def _put_part(storage: Storage, attempt: WriteAttempt, data: bytes) -> None:
 
 
 def _write_share(storage: Storage, attempt: WriteAttempt, wall_time_s: float) -> WrittenFile:
-    """Write the tensors. On a full disk, earlier attempts make room first."""
     write = functools.partial(
         write_share,
         storage,
@@ -369,14 +393,7 @@ def _write_share(storage: Storage, attempt: WriteAttempt, wall_time_s: float) ->
         world_size=attempt.world_size,
         wall_time_s=wall_time_s,
     )
-    try:
-        return repeated(storage, write)
-    except OSError as error:
-        if isinstance(storage, PartStorage) or not is_full(error):
-            raise
-        if not free_space(storage, attempt.name):
-            raise
-    return repeated(storage, write)
+    return _with_room(storage, attempt, write)
 
 
 def _written_before(storage: Storage, attempt: WriteAttempt) -> Part | None:
@@ -538,7 +555,7 @@ def _freed_on_failure(
         if isinstance(storage, PartStorage):
             storage.remove_if_empty(name)
             raise
-        free_space(storage, name)
+        remove_superseded(storage, name)
         if world_size == 1 or (isinstance(error, OSError) and is_full(error)):
             discard(storage, name, rank, world_size)
         else:
@@ -729,9 +746,10 @@ def save(
     those of torch.distributed. ``nonce`` identifies the world: shared by its writers and by no
     others (:func:`checkpoints.new_nonce`). ``section``: the ranks that save the same tensors as
     this one, if others save other keys of the state (:class:`WriterGroup`). ``data_position`` is
-    any JSON value, returned on load. ``keep`` is applied after the commit. ``fence`` is called
-    before it: False means that this world is stale, and the attempt stays uncommitted. ``progress``
-    is called with the number of bytes of each chunk before it is written.
+    any JSON value, returned on load. ``keep`` is applied after the commit, and before it if the
+    storage is full. ``fence`` is called before each: False means that this world is stale, and the
+    attempt stays uncommitted. ``progress`` is called with the number of bytes of each chunk before
+    it is written.
 
     Saving a committed step again writes nothing and returns ``committed=True``; with another state
     it raises :class:`NameTaken`: a run that goes back to an older step needs a new nonce.
@@ -768,12 +786,14 @@ def save(
         section=section,
         pieces=pieces,
         data=data,
+        keep=keep,
+        fence=fence,
         history=FolderHistory(),
     )
     written = write_unless_committed(storage, attempt, clock)
     if written is None:
         return SaveResult(name=str(name), step=step, bytes_written=0, committed=True)
-    return commit_if_complete(storage, attempt, written, keep=keep, fence=fence)
+    return commit_if_complete(storage, attempt, written)
 
 
 def buffer_wait_s(busy: Literal["skip", "wait"] | None, writers: int, deadline_s: float) -> float:

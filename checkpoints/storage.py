@@ -645,22 +645,17 @@ def read_record(storage: Storage, name: str) -> bytes | None:
 
     Raises :class:`ReadFailed` if the storage fails.
     """
-    try:
-        source = storage.open(name)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise ReadFailed(f"{name} in {storage.place} cannot be read: {error}") from error
-    try:
-        size = source.size()
-        if size > MAX_RECORD_BYTES:
+    with reading(f"{storage.place}/{name}"):
+        try:
+            source = storage.open(name)
+        except ABSENT:
             return None
-        data = bytearray(size)
-        return bytes(data[: source.read_at(0, memoryview(data))])
-    except OSError as error:
-        raise ReadFailed(f"{name} in {storage.place} cannot be read: {error}") from error
-    finally:
-        source.close()
+        with contextlib.closing(source):
+            size = source.size()
+            if size > MAX_RECORD_BYTES:
+                return None
+            data = bytearray(size)
+            return bytes(data[: source.read_at(0, memoryview(data))])
 
 
 def write_durably(storage: Storage, path: str, data: bytes) -> None:

@@ -404,6 +404,67 @@ def test_a_checkpoint_archived_by_a_symbolic_link_blocks_nothing(tmp_path: Path)
     assert same(checkpoints.load(archive, name).state, small_state(1)), "only the link is removed"
 
 
+def test_a_full_disk_is_freed_of_what_the_policy_no_longer_keeps(tmp_path: Path) -> None:
+    """The user keeps fewer, as the error says, or removals have failed before."""
+    state = {"w": torch.ones(40_000)}
+    disk = Quota(tmp_path, 700_000)  # four checkpoints and a third
+    for step in range(1, 5):
+        checkpoints.save(disk, state, step=step, nonce="aa", keep=LatestN(9))
+    with pytest.raises(checkpoints.DiskFull, match="keep fewer"):
+        checkpoints.save(disk, state, step=5, nonce="aa", keep=LatestN(9))
+    with pytest.raises(checkpoints.DiskFull):
+        checkpoints.save(disk, state, step=5, nonce="aa", keep=LatestN(2), fence=lambda: False)
+    assert len(names(disk)) == 4, "a stale world removes nothing"
+    assert checkpoints.save(disk, state, step=6, nonce="aa", keep=LatestN(2)).committed
+    assert [info.step for info in checkpoints.list_checkpoints(disk)] == [6, 4]
+
+
+def test_a_full_disk_is_freed_of_attempts_of_earlier_worlds(tmp_path: Path) -> None:
+    """Those that the collection at the start could not remove, and, if need be, not commit."""
+    state = {"w": torch.ones(40_000)}
+    disk = Quota(tmp_path, 700_000)
+    checkpoints.save(disk, state, step=1, nonce="aa")
+    for step, size in ((2, 2), (3, 2), (4, 1)):
+        checkpoints.save(
+            disk, state, step=step, nonce="aa", world_size=size, fence=lambda: False, generation=1
+        )
+    attempts = [entry for entry in disk.list("") if entry.startswith(".tmp-step")]
+    assert len(attempts) == 3
+    state = {"w": torch.ones(80_000)}
+    for left_bytes, complete in ((700_000, True), (500_000, False)):
+        disk.left_bytes = left_bytes
+        saved = checkpoints.save(
+            disk, state, step=5, nonce=f"a{left_bytes}", world_size=2, generation=2, rank=1
+        )
+        left = [entry for entry in disk.list("") if entry.startswith(".tmp-step-000000004")]
+        assert saved.is_waiting and bool(left) is complete
+    assert ".tmp-step-000000002.g1.aa" not in disk.list("")
+
+
+def test_killed_commits_leave_no_manifests_behind() -> None:
+    disk = MemoryStorage()
+    for start in range(2, 6):
+        with pytest.raises(SimulatedCrash):
+            crashing = FaultyStorage(disk, before=_dies_at_manifest())
+            if start == 2:
+                checkpoints.save(crashing, small_state(1), step=1, nonce="aa", generation=1)
+            checkpoints.collect_garbage(crashing, generation=start, nonce="bb")
+        files = disk.list(".tmp-step-000000001.g1.aa")
+        assert sum(file.startswith(".manifest-") for file in files) == 1
+
+
+def _dies_at_manifest() -> Callable[[str], None]:
+    """Dies once a manifest is written, before it is renamed."""
+    dead = [False]
+
+    def before(label: str) -> None:
+        dead[0] |= label.startswith("rename .tmp-step") and ".manifest-" in label
+        if dead[0]:
+            raise SimulatedCrash(label)
+
+    return before
+
+
 def test_leftovers_that_cannot_be_removed_are_reported() -> None:
     disk = saved_disk()
     checkpoints.save(disk, small_state(50), step=50, nonce="aa", generation=1, world_size=2)
