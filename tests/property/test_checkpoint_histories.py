@@ -36,7 +36,8 @@ POLICIES = (checkpoints.LatestN(KEPT), BEST, MILESTONES)
 ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.ETIMEDOUT)
 WRITES = ("make_folder", "create", "write", "sync", "close", "rename", "remove")
 FOREVER_S = 1e9
-ONE_BYTES = 2500  # of a checkpoint and its parts while it is saved; 1500 once it is committed
+WEIGHTS = 2048
+ONE_BYTES = 4 * WEIGHTS + 4000  # of a checkpoint whose parts were not removed, and many worlds
 
 
 class Disk(MemoryStorage):
@@ -147,7 +148,7 @@ class Job:
         self.share_disk(self.others_bytes)
         committed = ""
         value = float(self.step * 1000 + self.generation)
-        state = {"weight": torch.full((64,), value), "loss": loss_of(value)}
+        state = {"weight": torch.full((WEIGHTS,), value), "loss": loss_of(value)}
         is_milestone = self.step // EVERY not in {
             0,
             *(name.step // EVERY for name in map(parse_committed, self.disk.list("")) if name),
@@ -264,7 +265,7 @@ class Job:
 
     def _check_loadable(self, name: str) -> None:
         state = checkpoints.load(self.disk, name).state
-        assert torch.equal(state["weight"], torch.full((64,), self.reported[name]))
+        assert torch.equal(state["weight"], torch.full((WEIGHTS,), self.reported[name]))
 
     def check_after_the_last_fault(self, *, restarts: bool) -> None:
         self.repair()
