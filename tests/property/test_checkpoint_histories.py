@@ -71,8 +71,11 @@ class Fault:
     number: int
     begin: int  # skips so many calls first
     duration_s: float  # 0: one call
+    kind: str = ""  # of the calls that fail, such as "open"; "": all
 
     def strikes(self, label: str) -> bool:
+        if self.kind not in ("", label.partition(" ")[0]):
+            return False
         if self.number == errno.ENOSPC and not label.startswith(WRITES[:4]):
             return False  # a full disk can be read, and files can be removed
         self.begin -= 1
@@ -307,7 +310,11 @@ EVENTS = st.one_of(
     st.tuples(
         st.just("fault"),
         st.builds(
-            Fault, st.sampled_from(ERRORS), st.integers(0, 60), st.sampled_from([0, 1.0, FOREVER_S])
+            Fault,
+            st.sampled_from(ERRORS),
+            st.integers(0, 60),
+            st.sampled_from([0, 1.0, FOREVER_S]),
+            st.sampled_from(["", "list", "open", "read", "create", "write", "rename", "remove"]),
         ),
     ),
     st.tuples(st.just("others"), st.sampled_from([0, ONE_BYTES // 2, 2 * ONE_BYTES])),
@@ -344,7 +351,7 @@ def test_no_history_loses_what_was_reported_as_saved(
             job.dies_in = None
         elif kind == "fault":
             job.repair()
-            job.fault = Fault(value.number, value.begin, value.duration_s)
+            job.fault = Fault(value.number, value.begin, value.duration_s, value.kind)
         elif kind == "repair":
             job.repair()
         elif kind == "others":
@@ -358,19 +365,32 @@ def test_no_history_loses_what_was_reported_as_saved(
 
 
 @pytest.mark.parametrize("duration_s", [0, 1.0, FOREVER_S])
-def test_a_fault_of_any_call_loses_nothing(duration_s: float) -> None:
-    """Each call of a save and a restart in turn fails: once, for a second, or until repaired."""
-    undisturbed = _saved_and_restarted(None)
-    assert len(undisturbed.calls) > 60
-    for number in (errno.EIO, errno.ENOSPC):
-        for begin in range(len(undisturbed.calls)):
-            job = _saved_and_restarted(Fault(number, begin, duration_s))
+@pytest.mark.parametrize(
+    ("keep", "has_memory"), [(POLICIES[0], False), (BEST, True), (MILESTONES, True)]
+)
+def test_a_fault_of_any_call_loses_nothing(
+    duration_s: float, keep: checkpoints.RetentionFunction, has_memory: bool
+) -> None:
+    """Each call of a save and a restart in turn fails, and each one of its kind: once, for a
+    second, or until repaired."""
+    undisturbed = _saved_and_restarted(keep, has_memory, None)
+    kinds = [label.partition(" ")[0] for label in undisturbed.calls]
+    assert len(kinds) > 60
+    for at, kind in enumerate(kinds):
+        for fault in (
+            Fault(errno.EIO, at, duration_s),
+            Fault(errno.ENOSPC, at, duration_s),
+            Fault(errno.EIO, kinds[:at].count(kind), duration_s, kind),
+        ):
+            job = _saved_and_restarted(keep, has_memory, fault)
             job.check_nothing_is_lost()
-            job.check_after_the_last_fault(restarts=begin % 2 == 0)
+            job.check_after_the_last_fault(restarts=at % 2 == 0)
 
 
-def _saved_and_restarted(fault: Fault | None) -> Job:
-    job = Job(POLICIES[0])
+def _saved_and_restarted(
+    keep: checkpoints.RetentionFunction, has_memory: bool, fault: Fault | None
+) -> Job:
+    job = Job(keep, has_memory)
     job.save(2)
     job.calls, job.fault = [], fault
     job.save(2)
