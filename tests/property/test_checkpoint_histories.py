@@ -256,7 +256,11 @@ class Job:
         best = self.best()
         if best is None:
             return
-        self._check_loadable(best)
+        if best in self.disk.list(""):
+            self._check_loadable(best)
+        else:  # one whose commit could not be reported has replaced it
+            newest = checkpoints.latest(self.disk).checkpoint
+            assert newest is not None and _older(best, newest.name)
         if self.keep is BEST and not self.damaged:  # retention does not look for flipped bits
             names = [entry for entry in self.disk.list("") if parse_committed(entry)]
             losses = [checkpoints.load(self.disk, name).state["loss"] for name in names]
