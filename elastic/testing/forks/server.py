@@ -278,7 +278,7 @@ def _run_module(name: str, arguments: list[str]) -> None:
     if _starts_others(name, arguments):
         _fork_children()
     sys.argv = [name, *arguments]
-    sys.path[0] = os.getcwd()
+    _look_first_in(os.getcwd())
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
@@ -292,14 +292,21 @@ def _starts_others(module: str, arguments: Sequence[str]) -> bool:
 
 def _run_script(path: str, arguments: list[str]) -> None:
     sys.argv = [path, *arguments]
-    sys.path[0] = str(Path(path).resolve().parent)
+    _look_first_in(str(Path(path).resolve().parent))
     _run(compile(Path(path).read_bytes(), path, "exec"), __file__=path)
 
 
 def _run_code(text: str, arguments: list[str]) -> None:
     sys.argv = ["-c", *arguments]
-    sys.path[0] = ""
+    _look_first_in("")
     _run(compile(text, "<string>", "exec"))
+
+
+def _look_first_in(folder: str) -> None:
+    """Import from the program's folder first, in place of that of the server; with
+    PYTHONSAFEPATH, Python adds neither (from 3.11 on)."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
 
 
 def _run(program: types.CodeType, **names: object) -> None:
