@@ -19,6 +19,7 @@ file only; :func:`missing_names` reads them once.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -286,7 +287,7 @@ class Progress:
             "metrics": self.metrics,
             "versions": self.versions,
             "entries": self.entries,
-            "loops": trainer.fit_loop.state_dict(),
+            "loops": _state_of_loops(trainer.fit_loop),
             "should_stop": trainer.should_stop,
             "has_validated": self._val_loop._has_run,
             "loaded": list(self._epochs_of_loaders()),
@@ -375,6 +376,29 @@ def _is_base(cls: type) -> bool:
 @functools.cache
 def _attributes_of_base(cls: type) -> frozenset[str]:
     return frozenset(vars(cls()))
+
+
+def _state_of_loops(loop: Any, prefix: str = "") -> dict[str, Any]:
+    """``loop.state_dict()``, which copies each number with ``dataclasses.asdict``: that takes
+    longer than all else that is read in a step."""
+    state = {f"{prefix}state_dict": loop.on_save_checkpoint()}
+    for name, value in vars(loop).items():
+        if hasattr(value, "restarting"):
+            state |= _state_of_loops(value, f"{prefix}{name}.")
+        elif _is_progress(value):
+            state[f"{prefix}{name}"] = _fields_of(value)
+    return state
+
+
+def _is_progress(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and hasattr(value, "load_state_dict")
+
+
+def _fields_of(progress: Any) -> dict[str, Any]:
+    return {
+        name: _fields_of(value) if _is_progress(value) else value
+        for name, value in vars(progress).items()
+    }
 
 
 def _continue(loop: Any) -> None:
@@ -881,7 +905,7 @@ class Fit:
 
     def _commit(self) -> None:
         self.averages.end_step()
-        self.run.commit()
+        self.run.commit(changes_follow=False)
         self.logs.write()
 
     def _accumulates(self) -> bool:

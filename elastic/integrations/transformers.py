@@ -732,7 +732,7 @@ class _InProcess:
         self.current_flos = flops + self._sums["flops"]
         norm = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         self._loop.last = [norm, learning_rate]
-        self.elastic_run.commit()
+        self.elastic_run.commit(changes_follow=False)
 
     # -- logs, evaluations and saves --------------------------------------------------------------
 

@@ -521,9 +521,7 @@ class StepLoop:
 
     def reach_own_step(self) -> None:
         """Begin a step of the script's own loop: it may resume here."""
-        if self._job.progress.place == OWN_LOOP and not self._progress.is_before_place:
-            self._progress.script_has_run()
-        else:
+        if self._job.progress.place != OWN_LOOP or self._progress.is_before_place:
             self._progress.begin_pass(OWN_LOOP)
 
     def call_back_again(self) -> None:
@@ -747,14 +745,14 @@ class StepLoop:
             ):  # setting it costs more than reading it
                 module.require_backward_grad_sync = is_last
 
-    def commit_early(self) -> None:
+    def commit_early(self, *, changes_follow: bool) -> None:
         """Commit the current step at the script's request: what follows belongs to no step."""
         loader = self.current.loader
         self.commit()
-        if loader is not None:
+        if changes_follow:
             self._progress.script_has_run()
-            if self.current.accumulation.since is None:
-                seed_between_steps(self._job.seed, self.epoch, self.step_number)
+        if loader is not None and self.current.accumulation.since is None:
+            seed_between_steps(self._job.seed, self.epoch, self.step_number)
 
     def commit(self) -> None:
         """Commit the current step."""

@@ -448,7 +448,8 @@ class RankProgress:
 
     def replay_units(self) -> None:
         """The same for all of it that the script has not repeated since the world began."""
-        self.replay_unit([["state", name] for name in sorted(self._shown)])
+        if self._shown:
+            self.replay_unit([["state", name] for name in sorted(self._shown)])
 
     def call_ended(self, *, takes_boundary: bool) -> None:
         """A call of run.retry is complete: a fault after it does not repeat its end.

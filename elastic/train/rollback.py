@@ -768,7 +768,9 @@ class Rollback:
             took_s += 2 * size_bytes / DEVICE_BYTES_PER_S
         is_first = self._costs.is_first
         free_bytes = self._free_bytes() if is_first else 0
-        self._costs.copied(took_s=took_s, fits=size_bytes <= AFFORDABLE_MEMORY * free_bytes)
+        self._costs.copied(
+            took_s=took_s, fits=size_bytes <= AFFORDABLE_MEMORY * free_bytes, size_bytes=size_bytes
+        )
         if is_first and not self._costs.fits and self._mode is StepCopies.AUTO:
             get_logger().info(
                 "a copy of the weights and the optimizer state (%d MiB) exceeds a tenth of the "
@@ -952,11 +954,14 @@ class Rollback:
 
 
 class CopyCosts:
-    """What a copy or a digest of the large state costs, in relation to a step."""
+    """What copies or digests of the large state cost, in relation to a step."""
 
     def __init__(self) -> None:
         self.steps = 0  # committed in this process
         self._copy_s: float | None = None  # the shortest of recent copies; None: there was none
+        self._size_bytes = 0  # of that copy: an optimizer's state begins with its first update
+        self._copies = 0  # in the current step
+        self._copies_per_step = 1  # in a recent step: before it, too, if the script runs there
         self._step_s = 0.0  # the shortest of recent steps, including the copy
         self.fits = True  # into the memory that was free at the first copy
         self._last_end_s: float | None = None
@@ -967,16 +972,19 @@ class CopyCosts:
         """Whether no copy was recorded yet."""
         return self._copy_s is None
 
-    def copied(self, *, took_s: float, fits: bool) -> None:
+    def copied(self, *, took_s: float, fits: bool, size_bytes: int = 0) -> None:
         """Record a copy; of the first one, whether it fits into the memory."""
         if self._copy_s is None:
             self.fits = fits
-        self._copy_s = min(took_s, self._copy_s or took_s)
+        is_larger, self._size_bytes = size_bytes > self._size_bytes, size_bytes
+        self._copy_s = took_s if is_larger else min(took_s, self._copy_s or took_s)
+        self._copies += 1
 
     def step_ended(self, now_s: float) -> None:
         """Record the end of a step; decides again whether copies are affordable at the third step,
         and at each power of two."""
         self.steps += 1
+        self._copies_per_step, self._copies = max(1, self._copies), 0
         if self._last_end_s is not None:
             took_s = now_s - self._last_end_s
             self._step_s = min(took_s, self._step_s or took_s)
@@ -984,7 +992,8 @@ class CopyCosts:
         is_decided = self.steps == FIRST_STEPS or self.steps & (self.steps - 1) == 0
         if self.are_affordable and self.steps >= FIRST_STEPS and is_decided:
             limit_s = max(COPY_IS_CHEAP_S, AFFORDABLE_FRACTION * self._step_s)
-            self.are_affordable = self.fits and (self._copy_s or 0.0) <= limit_s
+            costs_s = self._copies_per_step * (self._copy_s or 0.0)
+            self.are_affordable = self.fits and costs_s <= limit_s
             if self.steps > FIRST_STEPS:
                 self._step_s = 0.0
 

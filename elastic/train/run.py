@@ -1287,15 +1287,17 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """
         return self._parts.attempts.begin_own_step()
 
-    def commit(self) -> None:
+    def commit(self, *, changes_follow: bool = True) -> None:
         """Commit the step begun by :meth:`begin`, or end the current step of a loop over a loader.
 
         What follows in the loop, such as logging or :meth:`once`, then belongs to no step. Call it
         after everything that the step changes: a fault that interrupts the rest of the loop's body
-        does not repeat it. Without a current step it has no effect. Raises TrainingError if some of
-        the step's micro-batches are missing.
+        does not repeat it. ``changes_follow``: pass False if the code between this call and the
+        next step changes no state of the job, except in :meth:`once`: its state is then read once
+        per step instead of twice. Without a current step, the call has no effect. Raises
+        TrainingError if some of the step's micro-batches are missing.
         """
-        self._parts.loop.commit_early()
+        self._parts.loop.commit_early(changes_follow=changes_follow)
 
     def is_fault(self, error: BaseException) -> bool:
         """Whether ``error`` means that the world has ended, so that :meth:`recover` can help."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -378,6 +379,30 @@ def test_copies_are_affordable_in_relation_to_a_step() -> None:
     assert not costs(copy_s=100e-6, step_s=1e-3, fits=False).are_affordable
 
 
+def costs_after(step: Sequence[tuple[float, int]]) -> CopyCosts:
+    """Those of steps of a second with these copies: seconds, and bytes."""
+    made = CopyCosts()
+    for number in range(5):
+        for took_s, size_bytes in step:
+            made.copied(took_s=took_s, fits=True, size_bytes=size_bytes)
+        made.step_ended(float(number))
+    return made
+
+
+def test_all_copies_of_a_step_count() -> None:
+    assert costs_after([(8e-3, 100)]).are_affordable
+    assert not costs_after([(8e-3, 100), (8e-3, 100)]).are_affordable
+
+
+def test_copies_before_the_optimizer_has_state_do_not_count() -> None:
+    made = CopyCosts()
+    made.copied(took_s=1e-3, fits=True, size_bytes=100)
+    for number in range(5):
+        made.copied(took_s=30e-3, fits=True, size_bytes=300)
+        made.step_ended(float(number))
+    assert not made.are_affordable
+
+
 def test_copies_restore_added_removed_and_replaced_state() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -565,3 +590,48 @@ def test_gradients_that_are_set_to_zero_are_no_part_of_the_boundary(tmp_path: Pa
             script.optimizer.step()
         assert number >= FIRST_STEPS
         assert not parts.session.job.keeps_gradients
+
+
+class CountsReads:
+    """An object with state that knows how often its state was read."""
+
+    def __init__(self) -> None:
+        self.reads = self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.reads += 1
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("changes_follow", [True, False])
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_state_is_read_once_per_step_if_none_changes_after_its_commit(
+    tmp_path: Path, *, own_loop: bool, changes_follow: bool
+) -> None:
+    counts = CountsReads()
+    read: list[int] = []
+    at_begin: list[int] = []
+    with process(tmp_path, every_steps=1000) as run:
+        script = job(run)
+        run.track(counts=counts)
+
+        def train() -> None:
+            steps = (run.begin() for _ in range(6)) if own_loop else script.loader
+            for _ in steps:
+                snapshot = parts_of(run).session.progress.rollback.snapshot
+                at_begin.append(snapshot["tracked"]["counts"]["state"]["value"])
+                read.append(counts.reads)
+                x, y = dataset()[:8]
+                script.optimizer.zero_grad()
+                F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+                script.optimizer.step()
+                run.commit(changes_follow=changes_follow)
+                counts.value += changes_follow
+
+        run.retry(train)
+    per_step = {later - earlier for earlier, later in itertools.pairwise(read)}
+    assert per_step == {2 if changes_follow else 1}
+    assert at_begin == [number * changes_follow for number in range(len(read))]
