@@ -36,6 +36,10 @@ PAGE = ROOT / "docs" / "compatibility.md"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 PIP = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-cache-dir")
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "psutil", "cryptography", "fsspec")
+SHOWN = (
+    *("torch", "grpcio", "protobuf", "etcd3", "numpy", "safetensors"),
+    *("transformers", "accelerate", "lightning"),
+)
 INSTALLED = "installed.json"  # in an environment: the requirements, and the wheel's, that it has
 
 
@@ -47,6 +51,7 @@ class Check:
     says: str
     paths: tuple[str, ...] = ()
     limit_s: float = 900.0
+    marked: str = "not soak"
 
 
 DEMO = Check("demo", "`elastic demo` of the installed wheel, outside of the repository")
@@ -116,6 +121,19 @@ SHARDED = Check(
         "tests/idioms/test_pipeline_stages.py",
     ),
 )
+FRAMEWORKS = Check(
+    "frameworks",
+    "recovery in process inside Trainer, Accelerate, Lightning and Fabric, with deaths",
+    ("tests/integrations",),
+    limit_s=2700.0,
+    marked="not slow and not soak",
+)
+LOOPS = Check(
+    "loops of frameworks",
+    "the same with Accelerate and Fabric only",
+    ("tests/integrations/test_framework_loops.py",),
+    marked="not slow and not soak",
+)
 OF_PYTHON = (DEMO, CONTRACT, GROUPS, IN_PROCESS, ETCD)
 OF_TORCH = (DEMO, CONTRACT, GROUPS, IN_PROCESS, SCRIPTS, SHARDED)
 
@@ -165,6 +183,31 @@ ENVIRONMENTS = (
         ("torch==2.13.0",),
         (DEMO, ETCD),
         is_constrained=False,
+    ),
+    Environment(
+        "accelerate-oldest",
+        "the oldest Accelerate, without transformers, which needs a newer one",
+        ("torch==2.13.0", "accelerate==1.2.0"),
+        (LOOPS,),
+    ),
+    Environment(
+        "frameworks-oldest",
+        "the oldest transformers, and Lightning",
+        (
+            "torch==2.13.0",
+            "transformers==5.5.0",
+            "accelerate==1.3.0",
+            "lightning==2.5.0",
+            "pytorch-lightning==2.5.0",
+            "fsspec<2026",  # lightning 2.5.0 demands it
+        ),
+        (FRAMEWORKS,),
+    ),
+    Environment(
+        "frameworks-newest",
+        "the newest transformers, Accelerate and Lightning",
+        ("torch==2.13.0", "transformers", "accelerate", "lightning", "pytorch-lightning"),
+        (FRAMEWORKS,),
     ),
 )
 
@@ -298,9 +341,9 @@ def _constraints(environment: Environment, folder: Path) -> list[str]:
 def versions_in(python: Path) -> dict[str, str]:
     """What is installed there of the packages that matter."""
     code = (
-        "import json, platform; from importlib.metadata import version; print(json.dumps("
-        "{'python': platform.python_version(), **{name: version(name) for name in "
-        "('torch', 'grpcio', 'protobuf', 'etcd3', 'numpy', 'safetensors')}}))"
+        "import json, platform; from importlib.metadata import distributions; "
+        "all = {each.name: each.version for each in distributions()}; print(json.dumps("
+        f"{{'python': platform.python_version(), **{{n: all[n] for n in {SHOWN} if n in all}}}}))"
     )
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout))
@@ -343,7 +386,7 @@ def run_check(check: Check, python: Path, logs: Path) -> dict[str, Any]:
     own["PYTHONSAFEPATH"] = "1"  # the wheel, and not what lies in the working directory
     missing = [path for path in check.paths if not (ROOT / path.partition("::")[0]).exists()]
     assert not missing, missing
-    options = ("-q", "-p", "no:cacheprovider", "-m", "not soak")
+    options = ("-q", "-p", "no:cacheprovider", "-m", check.marked)
     command = [str(python), "-m", "pytest", *options, *check.paths]
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:

@@ -104,11 +104,13 @@ class _Strategy(DDPStrategy):
         return optimizer
 
     def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], *scheduler: Any
     ) -> Any:
-        if scheduler is not None:
-            self._run.track(**{f"scheduler{self._optimizers}": scheduler})
-        return super().setup_module_and_optimizers(module, optimizers, scheduler)
+        """``scheduler``: at most one; versions before 2.6 pass none."""
+        for each in scheduler:
+            if each is not None:
+                self._run.track(**{f"scheduler{self._optimizers}": each})
+        return super().setup_module_and_optimizers(module, optimizers, *scheduler)
 
 
 class _Loader(PreparedLoader):

@@ -1,5 +1,6 @@
 """A loop with Fabric: fabric_loop.py plain|elastic ACCUMULATION WORKERS"""
 
+import inspect
 import json
 import os
 import sys
@@ -37,7 +38,12 @@ fabric.launch()
 model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
-model, optimizer, scheduler = fabric.setup(model, optimizer, scheduler=scheduler)
+if "scheduler" in inspect.signature(fabric.setup).parameters:
+    model, optimizer, scheduler = fabric.setup(model, optimizer, scheduler=scheduler)
+else:  # before Lightning 2.6
+    model, optimizer = fabric.setup(model, optimizer)
+    if kind == "elastic":
+        run.track(scheduler=scheduler)
 train_loader, eval_loader = fabric.setup_dataloaders(
     DataLoader(data, batch_size=4, shuffle=True, num_workers=workers),
     DataLoader(TensorDataset(inputs[:48], targets[:48]), batch_size=4),
