@@ -470,7 +470,7 @@ class _InProcess:
             order=plan.order,
             global_batch=plan.per_update,
             micro_batches=self.args.gradient_accumulation_steps,
-            weights="equal",
+            weights="largest",
         )
         return _Updates(self.elastic_run, loader, plan)
 
@@ -708,7 +708,12 @@ class _InProcess:
             # Not × 0: a NaN of the filler must not reach the gradients.
             loss = torch.where(torch.zeros((), dtype=torch.bool, device=loss.device), loss, 0.0)
         flops = self._flops if index == 0 else 0.0
-        self._sums = self.elastic_run.sum_with_gradients(loss=loss.detach(), flops=flops)
+        run = self.elastic_run
+        self._sums = run.sum_with_gradients(loss=loss.detach(), flops=flops)
+        # Token losses are × the number of ranks, in float32: as in the largest world, rounding in
+        # the backward pass does not depend on the world. Adam amplifies 1e-8 to 5e-6 [measured].
+        if (ratio := run.largest_world / run.world.size) != 1.0:
+            loss = loss * ratio
         backward(loss, **options)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

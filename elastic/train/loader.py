@@ -741,6 +741,7 @@ class RankWeights(Enum):
 
     SAMPLES = "samples"  # its fraction of the step's samples: the loss is a mean over a rank's
     EQUAL = "equal"  # 1 / ranks, as in DDP: the loss is normalised over all ranks
+    LARGEST = "largest"  # 1 / the largest world's ranks: the loss is scaled by their ratio, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -779,6 +780,7 @@ class BatchInfo:
     micro_batch: int
     is_last_step: bool  # of the epoch
     weights: RankWeights = RankWeights.SAMPLES
+    largest_world: int = 1
 
     @property
     def epoch(self) -> int:
@@ -827,7 +829,7 @@ class BatchInfo:
     def weight(self) -> float:
         """The weight of this micro-batch's loss within the rank's, 0 to 1. Equal weights: 1, or 0
         for a filler."""
-        if not self.samples or self.weights is RankWeights.EQUAL:
+        if not self.samples or self.weights is not RankWeights.SAMPLES:
             return float(self.samples > 0)
         return self.samples / self.rank_samples
 
@@ -838,8 +840,11 @@ class BatchInfo:
 
     @property
     def rank_weight(self) -> float:
-        """The weight of the rank's gradients, 0 to 1; those of all ranks add up to 1."""
-        return self.rank_share if self.weights is RankWeights.SAMPLES else 1 / self.part.ranks
+        """The weight of the rank's gradients, 0 to 1; those of all ranks add up to 1, or to less
+        with the weights of the largest world."""
+        if self.weights is RankWeights.SAMPLES:
+            return self.rank_share
+        return 1 / (self.part.ranks if self.weights is RankWeights.EQUAL else self.largest_world)
 
     @property
     def share(self) -> Share:
@@ -931,7 +936,7 @@ class ElasticLoader:
         micro_batch = _size("micro_batch", micro_batch, "sample")
         micro_batches = _size("micro_batches", micro_batches, "micro-batch")
         max_steps = _size("max_steps", max_steps, "step")
-        self.weights = _weights(weights)
+        self.weights, self._largest_world = _weights(weights), largest_world
         source = describe(loader if dataloader is None else dataloader, order)
         if source.collation is Collation.ITEM:
             if micro_batch not in (None, 1) or micro_batches is not None:
@@ -1206,7 +1211,7 @@ class ElasticLoader:
         last = self.plan.steps - 1
         for part in parts:
             for number in range(len(part.micro_batches)):
-                yield BatchInfo(part, number, part.step == last, self.weights)
+                yield BatchInfo(part, number, part.step == last, self.weights, self._largest_world)
 
     def _matched(
         self,

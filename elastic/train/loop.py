@@ -911,7 +911,7 @@ def _check_fits(
             hint="read two loaders together without micro_batch=, or put both datasets into one "
             "loader: DataLoader(torch.utils.data.StackDataset(first, second), …)",
         )
-    if leader.weights is RankWeights.EQUAL:
+    if leader.weights is not RankWeights.SAMPLES:
         return
     ours = rank_samples(leader.sampler, Position(step.epoch, step.index), world)
     others = rank_samples(loader.sampler, Position(info.epoch, info.step), world)

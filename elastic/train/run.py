@@ -1116,7 +1116,9 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         ``weights``: those of the ranks' gradients. "samples": the rank's fraction of the step's
         samples, for a loss that is a mean over them. "equal": 1 / ranks, as in DDP, for a loss that
         is normalised over all ranks, such as a sum over tokens × ranks / the tokens of all ranks;
-        micro-batches are summed, and a rank without samples adds nothing.
+        micro-batches are summed, and a rank without samples adds nothing. "largest": 1 / the ranks
+        of the largest world, for such a loss × ``largest_world / world.size``. The product is the
+        same in all worlds, so that float32 numbers of the backward pass are rounded equally.
 
         Call it before the first loop. See docs/data.md.
 

@@ -236,6 +236,13 @@ def test_equal_weights() -> None:
     assert infos[0].share.mean_weights == pytest.approx((2 * 3 / 10, 1 * 3 / 10))
 
 
+def test_weights_of_the_largest_world_are_the_same_in_all_worlds() -> None:
+    one = loader(order=shuffled, micro_batches=2, global_batch=10, weights="largest")
+    infos = [info for info, _ in one.batches(1, 2)][:2]
+    assert [(info.weight, info.rank_weight) for info in infos] == [(1.0, 1 / 3)] * 2
+    assert sum(infos[0].share.mean_weights) == pytest.approx(5 * 2 / 10)
+
+
 def test_unknown_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match="weights='tokens'"):
         loader(weights="tokens")
