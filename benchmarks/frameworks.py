@@ -14,6 +14,13 @@ pause
 step
     The median time between two updates, undisturbed. ``step / loop``: to that loop in the same
     round. ``step / plain``: to the framework's own under torchrun, without this library.
+resume
+    Another job (benchmarks/scripts/framework_resume.py), 60 updates of 3 epochs, of which a node
+    that is not the host of c10d's store is killed once; beside it the same job as the framework's
+    documentation resumes, restarted by torchrun with its own c10d rendezvous. Pause as above, the
+    updates that the job has made of its 60, and samples of an epoch that were lost, and repeated,
+    in the weights at the end. Updates after the loaded checkpoint do not count as repeated: those
+    before the restart are not part of the weights. A job that does not end within --cap-s failed.
 """
 
 from __future__ import annotations
@@ -22,10 +29,13 @@ import argparse
 import importlib.util
 import itertools
 import random
+import socket
 import statistics
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from measurement import Report, Row
@@ -120,6 +130,111 @@ def pause_s(etcd: EmbeddedEtcd, kind: str, pick: random.Random) -> float:
         )
 
 
+RESUME = Path(__file__).parent / "scripts" / "framework_resume.py"
+SAMPLES, RESUMED_EPOCHS, KILLED_AFTER = 480, 3, 27  # of an epoch; the update
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of one process."""
+
+    at_s: float
+    number: int
+    epoch: int
+    samples: tuple[int, ...]
+
+
+def read_updates(folder: Path) -> list[list[Update]]:
+    """Those of each process."""
+    return [
+        [
+            Update(float(at), int(number), int(epoch), tuple(map(int, samples.split(","))))
+            for at, number, epoch, samples in map(str.split, path.read_text().splitlines())
+        ]
+        for path in folder.glob("updates-*")
+    ]
+
+
+def lost_and_repeated(processes: list[list[Update]], killed_s: float) -> tuple[int, int]:
+    """The samples that the weights at the end lack, and have more than once, over all epochs.
+    ``killed_s``: processes that begin after it have loaded a checkpoint, and replace updates."""
+    restarted = [p for p in processes if p and p[0].at_s > killed_s]
+    first = min((p[0].number for p in restarted), default=None)
+    kept: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for process in processes:
+        for update in process:
+            if first is None or process in restarted or update.number < first:
+                kept[update.epoch, update.number].update(update.samples)
+    read = Counter((epoch, sample) for (epoch, _), all in kept.items() for sample in all)
+    lost = sum(read[e, s] == 0 for e in range(RESUMED_EPOCHS) for s in range(SAMPLES))
+    return lost, sum(read.values()) - len(read)
+
+
+def resumed(etcd: EmbeddedEtcd, kind: str, cap_s: float) -> dict[str, float] | None:
+    """What the death of a node does to a job; None: it did not end within ``cap_s``."""
+    is_plain = kind.startswith("plain-")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}" if is_plain else etcd.endpoint
+    options = TorchrunOptions(
+        min_nodes=1,
+        max_nodes=NODES,
+        backend="c10d" if is_plain else "etcd-v3",
+        conf={} if is_plain else {"quarantine_s": 0.5},
+    )
+    with tempfile.TemporaryDirectory(prefix="frameworks-") as temporary:
+        folder = Path(temporary)
+        arguments = [kind, str(folder)]
+        with LocalCluster([endpoint], RESUME, folder / "job", options, args=arguments) as cluster:
+            host = cluster.start_node("host")
+            if is_plain:
+                cluster.wait_for(lambda: _listens(endpoint), PATIENCE_S, "c10d's store")
+            victim, _ = cluster.start_nodes(NODES - 1)
+
+            def reached() -> bool:
+                processes = read_updates(folder)
+                return len(processes) >= NODES and all(
+                    p and p[-1].number >= KILLED_AFTER for p in processes
+                )
+
+            cluster.wait_for(reached, PATIENCE_S, f"update {KILLED_AFTER}")
+            killed_s = time.time()
+            victim.kill()
+            deadline_s = time.monotonic() + cap_s
+            while host.running and time.monotonic() < deadline_s:
+                time.sleep(0.5)
+            processes = read_updates(folder)
+            has_ended = not host.running
+        times = sorted(update.at_s for process in processes for update in process)
+        last = max(u.number for p in processes for u in p)
+        if not has_ended or times[-1] < killed_s:
+            return None
+        pauses = [b - a for a, b in itertools.pairwise(times) if b > killed_s]
+        lost, repeated = lost_and_repeated(processes, killed_s)
+        return {"pause": max(pauses), "updates": last, "lost": lost, "repeated": repeated}
+
+
+def _listens(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0):
+        return True
+    return False
+
+
+UNITS = {"pause": "s", "updates": "updates", "lost": "samples", "repeated": "samples"}
+
+
+def resume_rows(etcd: EmbeddedEtcd, frameworks: list[str], runs: int, cap_s: float) -> list[Row]:
+    """The rows of jobs that resume, with this library and as documented."""
+    rows = []
+    for kind in [each for f in frameworks for each in (f, f"plain-{f}")]:
+        outcomes = [resumed(etcd, kind, cap_s) for _ in range(runs)]
+        ended = [each for each in outcomes if each is not None]
+        for name, unit in UNITS.items():
+            values = tuple(float(each[name]) for each in ended)
+            rows.append(Row(f"resume: {name}", kind, unit, values, len(outcomes) - len(ended)))
+    return rows
+
+
 def main() -> None:
     reap_descendants()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -127,6 +242,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=7, help="of each subject")
     parser.add_argument("--rounds", type=int, default=3, help="of undisturbed runs")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="of an undisturbed run")
+    parser.add_argument("--resumes", type=int, default=1, help="of each, and as documented")
+    parser.add_argument("--cap-s", type=float, default=600.0, help="of a job that resumes")
     parser.add_argument("--only", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS)
     args = parser.parse_args()
     pick = random.Random(SEED)
@@ -149,7 +266,8 @@ def main() -> None:
                     samples["step / loop", kind, "x"].append(took[kind] / took[LOOP])
                     plain_s = took[f"plain-{kind}"]
                     samples["step / plain", kind, "x"].append(took[kind] / plain_s)
-    rows = tuple(Row(*key, tuple(values)) for key, values in samples.items())
+        resumes = resume_rows(etcd, installed, args.resumes, args.cap_s) if args.resumes else []
+    rows = (*(Row(*key, tuple(values)) for key, values in samples.items()), *resumes)
     Report("frameworks", SEED, rows).show(as_json=args.json)
 
 
