@@ -121,19 +121,28 @@ SHARDED = Check(
         "tests/idioms/test_pipeline_stages.py",
     ),
 )
-FRAMEWORKS = Check(
-    "frameworks",
-    "recovery in process inside Trainer, Accelerate, Lightning and Fabric, with deaths",
-    ("tests/integrations",),
-    limit_s=2700.0,
+TRAINER = Check(
+    "Hugging Face Trainer",
+    "recovery in process inside it, with deaths",
+    ("tests/integrations/test_hf_trainer.py",),
+    limit_s=1800.0,
+    marked="not slow and not soak",
+)
+LIGHTNING = Check(
+    "Lightning",
+    "the same",
+    ("tests/integrations/test_lightning.py",),
+    limit_s=1800.0,
     marked="not slow and not soak",
 )
 LOOPS = Check(
-    "loops of frameworks",
-    "the same with Accelerate and Fabric only",
+    "Accelerate and Fabric",
+    "the same with loops of scripts",
     ("tests/integrations/test_framework_loops.py",),
+    limit_s=1800.0,
     marked="not slow and not soak",
 )
+OF_FRAMEWORKS = (TRAINER, LIGHTNING, LOOPS)
 OF_PYTHON = (DEMO, CONTRACT, GROUPS, IN_PROCESS, ETCD)
 OF_TORCH = (DEMO, CONTRACT, GROUPS, IN_PROCESS, SCRIPTS, SHARDED)
 
@@ -201,13 +210,13 @@ ENVIRONMENTS = (
             "pytorch-lightning==2.5.0",
             "fsspec<2026",  # lightning 2.5.0 demands it
         ),
-        (FRAMEWORKS,),
+        OF_FRAMEWORKS,
     ),
     Environment(
         "frameworks-newest",
         "the newest transformers, Accelerate and Lightning",
         ("torch==2.13.0", "transformers", "accelerate", "lightning", "pytorch-lightning"),
-        (FRAMEWORKS,),
+        OF_FRAMEWORKS,
     ),
 )
 
