@@ -60,7 +60,8 @@ for kind, samples, ranks, drops, even, split in itertools.product(
         loader = DataLoader(data, batch_size=size, sampler=sampler, drop_last=drops)
     config = SimpleNamespace(even_batches=even, use_seedable_sampler=True, split_batches=split)
     args = SimpleNamespace(seed=SEED, data_seed=None, gradient_accumulation_steps=ACCUMULATED)
-    owner = SimpleNamespace(accelerator=SimpleNamespace(dataloader_config=config), args=args)
+    loaders = SimpleNamespace(dataloader_config=config)
+    owner = SimpleNamespace(accelerator=loaders, args=args, first_epoch=lambda: 0)
     plan = _Plan(loader, owner, ranks)
     read = of_accelerate(loader, ranks, even, split)
     for epoch in range(2):
