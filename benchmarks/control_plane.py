@@ -265,7 +265,7 @@ def run(job: Job, follower: CountingStore, note: Callable[[str, str, float], Non
     step("all enter it", job.enter, lambda: job.knows(1))
     step("one is lost", job.lose_one, lambda: job.has_world(2))
     step("all enter the next", job.enter, lambda: job.knows(2))
-    step("a new leader", job.elect, lambda: job.knows(2) and not job.term.roster.unsettled())
+    step("a new leader", job.elect, lambda: job.knows(2) and not job.term.roster.unresolved())
     note("record of a node", "KiB", len(encode(next(iter(job.nodes.values())))) / 1024)
     note("record of the world", "KiB", len(encode(job.world)) / 1024)
     for case, view in (("steady", job.view()), ("one lost", lost_view(job))):

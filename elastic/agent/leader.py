@@ -110,7 +110,7 @@ class Prober:
 
     def start_probes(self, world: WorldRecord | None, now: float) -> None:
         """Probe the suspected nodes, and periodically also those without a connection."""
-        due = (self._roster.unsettled() | self._roster.unreached()) - self._in_flight
+        due = (self._roster.unresolved() | self._roster.unreached()) - self._in_flight
         if now >= self._next_recheck_s:
             silent = [i for i in self._roster.silent() if i not in due | self._in_flight]
             room = max(0, _MAX_RECHECKS - len(self._in_flight))
@@ -121,7 +121,7 @@ class Prober:
             known = self._roster.find(node_id)
             member = members.get(node_id) or (known.node.as_member() if known else None)
             if member is None:
-                self._roster.settle(node_id, Verdict(Liveness.SUSPECT, "no address"), now)
+                self._roster.resolve(node_id, Verdict(Liveness.SUSPECT, "no address"), now)
                 continue
             self._in_flight.add(node_id)
             host, port, process = member.liveness_host, member.liveness_port, member.process
@@ -427,7 +427,7 @@ class Leadership:
         self._prober.on_probed(probed)
         now, reason = self._context.clock.monotonic(), probed.verdict.reason
         was_dead = self.roster.is_dead(probed.node_id)
-        changed = self.roster.settle(probed.node_id, probed.verdict, now, probed_s=probed.began_s)
+        changed = self.roster.resolve(probed.node_id, probed.verdict, now, probed_s=probed.began_s)
         if changed is None:
             return
         name = self._name(probed.node_id)
@@ -493,7 +493,7 @@ class Leadership:
         self.roster.suspect_members_without_key(world, now)
         self.roster.forget_non_members(world)
         self._prober.start_probes(world, now)
-        if self.roster.unsettled() or self._waits_for_registration(world, now):
+        if self.roster.unresolved() or self._waits_for_registration(world, now):
             return None, now + RECHECK_S
         if world is None or world.members:  # (one without members has not gone on without them)
             self._delete_ended(entry, world.node_ids if world is not None else ())

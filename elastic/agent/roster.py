@@ -30,7 +30,7 @@ from elastic.wire.messages import WorldReference
 # The leader's data about every node: keys, verdicts, failures. State without I/O.
 #
 # Receives entries of the store and verdicts of probes; provides the :class:`View` that ``decide``
-# evaluates, and the nodes whose liveness must be settled first.
+# evaluates, and the nodes whose liveness must be resolved first.
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Roster:
         self._connections = connections
         self._known: dict[str, Known] = {}
         self._liveness: dict[str, Liveness] = {}
-        self._unsettled: dict[str, float] = {}  # node_id -> time of the newest evidence to probe
+        self._unresolved: dict[str, float] = {}  # node_id -> time of the newest evidence to probe
         self._unreached: set[str] = set()  # nodes that have not been probed yet
         self._missing_since: dict[str, float] = {}
         self._suspect_since: dict[str, float] = {}
@@ -123,7 +123,7 @@ class Roster:
             self._liveness[node.node_id] = Liveness.SUSPECT
             self._unreached.add(node.node_id)
         elif self._liveness[node.node_id] is not Liveness.ALIVE:
-            self._unsettled[node.node_id] = now  # newer than the verdict: probe again
+            self._unresolved[node.node_id] = now  # newer than the verdict: probe again
         self._remember_failure(node)
 
     def _remember_failure(self, node: Node) -> None:
@@ -158,22 +158,22 @@ class Roster:
         return self._failure_reports[node_id][0] if node_id in self._failure_reports else None
 
     def suspect(self, node_id: str, now: float) -> None:
-        """There is evidence that this node is dead: settle it before deciding."""
+        """There is evidence that this node is dead: resolve it before deciding."""
         if self._liveness.get(node_id) is not Liveness.DEAD:
-            self._unsettled[node_id] = now
+            self._unresolved[node_id] = now
 
     def connection_opened(self, node_id: str, now: float) -> None:
         """It has completed a handshake: newer than any verdict against it."""
         is_alive = self._liveness.get(node_id, Liveness.ALIVE) is Liveness.ALIVE
-        if not is_alive or node_id in self._unsettled:
-            self._unsettled[node_id] = now
+        if not is_alive or node_id in self._unresolved:
+            self._unresolved[node_id] = now
 
-    def settle(
+    def resolve(
         self, node_id: str, verdict: Verdict, now: float, *, probed_s: float | None = None
     ) -> Liveness | None:
         """Apply the verdict of a probe that began at ``probed_s`` (None: now). Returns the node's
         state if it has changed."""
-        if node_id not in self._liveness and node_id not in self._unsettled:
+        if node_id not in self._liveness and node_id not in self._unresolved:
             return None  # forgotten since it was probed: the new world does not include it
         if self._is_outdated(node_id, verdict, now if probed_s is None else probed_s):
             return None
@@ -186,7 +186,7 @@ class Roster:
             self._suspect_since.setdefault(node_id, now)
         else:
             self._suspect_since.pop(node_id, None)
-        self._unsettled.pop(node_id, None)
+        self._unresolved.pop(node_id, None)
         if liveness is Liveness.ALIVE:
             self._connections.answered(node_id)
             self._touch(node_id, now)
@@ -198,7 +198,7 @@ class Roster:
         refused just before it connected. (Silence revokes nothing, and a process that ended does
         not return.)"""
         is_answer = verdict.liveness is Liveness.ALIVE or verdict.refused
-        return is_answer and self._unsettled.get(node_id, -math.inf) > probed_s
+        return is_answer and self._unresolved.get(node_id, -math.inf) > probed_s
 
     def _judge(self, node_id: str, verdict: Verdict, before: Liveness) -> Liveness:
         """A refusal proves a death if the lease or the connection is lost, too. Silence after such
@@ -233,7 +233,7 @@ class Roster:
         return (
             known is not None
             and known.present
-            and node_id not in self._unsettled
+            and node_id not in self._unresolved
             and self._liveness.get(node_id) is Liveness.ALIVE
         )
 
@@ -245,9 +245,9 @@ class Roster:
         """New nodes, to be probed at once. Decisions do not wait for them."""
         return frozenset(self._unreached)
 
-    def unsettled(self) -> frozenset[str]:
-        """Suspected nodes; nothing is decided before they are settled."""
-        return frozenset(self._unsettled)
+    def unresolved(self) -> frozenset[str]:
+        """Suspected nodes; nothing is decided before they are resolved."""
+        return frozenset(self._unresolved)
 
     def silent(self) -> tuple[str, ...]:
         """Nodes to probe periodically: silent, alive without a key, or dead with one. Not nodes
@@ -277,7 +277,7 @@ class Roster:
             for node_id, known in self._known.items()
             if known.present
             and self._has_ended(node_id)
-            and node_id not in self._unsettled
+            and node_id not in self._unresolved
             and self._liveness.get(node_id) is not Liveness.ALIVE
         )
 
@@ -326,7 +326,7 @@ class Roster:
         tables: tuple[dict[str, Any], ...] = (
             self._known,
             self._liveness,
-            self._unsettled,
+            self._unresolved,
             self._missing_since,
             self._suspect_since,
             self._failure_reports,

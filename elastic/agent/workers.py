@@ -53,9 +53,9 @@ from elastic.link.link import (
     ProgressPage,
     Ready,
     ReplicaJoin,
-    ReplicaMeet,
     ReplicaMet,
     ReplicaPending,
+    ReplicaRendezvous,
     SigtermAnswer,
     SigtermAsk,
     StepReport,
@@ -69,12 +69,12 @@ from elastic.membership.records import (
     Node,
     NodeState,
     Profile,
-    ReplicaSeats,
+    ReplicaSlots,
     WorldRecord,
     decode,
     encode,
 )
-from elastic.membership.replicas import take_seat
+from elastic.membership.replicas import take_slot
 from elastic.membership.view import StepRate
 from elastic.store.keyvalue import Entry, Lease
 from elastic.telemetry.events import (
@@ -90,7 +90,7 @@ from elastic.tuning.intervals import (
 )
 from elastic.wire.messages import (
     NodeReplica,
-    ReplicaSeat,
+    ReplicaSlot,
     WorldState,
 )
 
@@ -465,11 +465,11 @@ def _name(worker: Worker) -> str:
 #
 # Runs on the node's thread. Workers that were started for a world find their replica by its order
 # of ranks. Workers that were started while others train find it through the key ``replicas``: each
-# node takes a seat in the oldest incomplete replica, and waits until that is complete
+# node takes a slot in the oldest incomplete replica, and waits until that is complete
 # (docs/decisions/0030).
 
 
-class ReplicaMeetings:
+class ReplicaRendezvousings:
     """One per agent, across all starts of its workers."""
 
     def __init__(self, context: NodeContext, known: KnownWorkers, server: LinkServer) -> None:
@@ -502,7 +502,7 @@ class ReplicaMeetings:
             nonce = secrets.token_hex(8)
             for one in workers:
                 self._known.meeting_left_s[one.pid] = _time_to_meet_s(request)
-                meeting = ReplicaMeet(nonce=nonce, rank=one.local_rank % size, size=size)
+                meeting = ReplicaRendezvous(nonce=nonce, rank=one.local_rank % size, size=size)
                 self._server.send(meeting, one)
         elif (running := self._context.status.running) is not None:
             self._meet_in_world(running)
@@ -546,7 +546,7 @@ class ReplicaMeetings:
         first_rank = node_ids.index(node.node_id) * node.nproc
         publish_change(self._context, lambda n: replace(n, replica=node_ids))
         for worker in self._server.workers():
-            meeting = ReplicaMeet(
+            meeting = ReplicaRendezvous(
                 nonce=nonce,
                 rank=first_rank + worker.local_rank,
                 size=len(node_ids) * node.nproc,
@@ -563,7 +563,7 @@ class ReplicaMeetings:
         """Called on every iteration once this node is registered; returns the time of the next
         call.
 
-        Until its workers are in a world, it takes a seat, and checks whether the replica is lost.
+        Until its workers are in a world, it takes a slot, and checks whether the replica is lost.
         Raises CoordinationError.
         """
         node = self._node
@@ -577,32 +577,32 @@ class ReplicaMeetings:
     def _look(self, node: Node) -> None:
         keys, store = self._context.keys, self._context.store
         entry = store.get(keys.replicas)
-        # Read after the seats: a node publishes the id of its start before it takes a seat.
+        # Read after the slots: a node publishes the id of its start before it takes a slot.
         nodes = _nodes_of(store.list(keys.nodes).entries)
-        known = decode(ReplicaSeats, entry.key, entry.value).replicas if entry is not None else ()
-        own_seat = ReplicaSeat(node_id=node.node_id, start=node.replica_start)
-        replicas = take_seat(
+        known = decode(ReplicaSlots, entry.key, entry.value).replicas if entry is not None else ()
+        own_slot = ReplicaSlot(node_id=node.node_id, start=node.replica_start)
+        replicas = take_slot(
             known,
-            own_seat,
+            own_slot,
             {n.node_id: n.replica_start for n in nodes.values()},
             per_replica=node.nodes_per_replica,
             nonce=secrets.token_hex(8),
         )
         if node.replica:
-            # Only recorded seats: each start of the same node's workers has a different seat.
+            # Only recorded slots: each start of the same node's workers has a different slot.
             recorded = tuple(replica for replica in replicas if replica in known)
-            self._context.status.replica_is_lost = _ids_of(recorded, own_seat) != node.replica
+            self._context.status.replica_is_lost = _ids_of(recorded, own_slot) != node.replica
             return
         if replicas != known:
-            record = encode(ReplicaSeats(replicas=replicas))
+            record = encode(ReplicaSlots(replicas=replicas))
             revision = entry.mod_revision if entry is not None else 0
             swapped = store.compare_and_swap(keys.replicas, record, expected_revision=revision)
             if swapped is None:
                 return  # another node was faster: retry later
-        replica = next(r for r in replicas if own_seat in r.seats)
-        if len(replica.seats) == node.nodes_per_replica:
-            first = nodes[replica.seats[0].node_id]
-            ids = tuple(seat.node_id for seat in replica.seats)
+        replica = next(r for r in replicas if own_slot in r.slots)
+        if len(replica.slots) == node.nodes_per_replica:
+            first = nodes[replica.slots[0].node_id]
+            ids = tuple(slot.node_id for slot in replica.slots)
             self._meet(replica.nonce, ids, first.address, first.replica_port)
 
 
@@ -619,9 +619,9 @@ def _time_to_meet_s(request: ReplicaJoin) -> float:
     return REPLICA_FORMS_ON_DEVICE_S if request.on_device else REPLICA_FORMS_S
 
 
-def _ids_of(replicas: tuple[NodeReplica, ...], own_seat: ReplicaSeat) -> tuple[str, ...]:
-    replica = next((r for r in replicas if own_seat in r.seats), None)
-    return tuple(seat.node_id for seat in replica.seats) if replica is not None else ()
+def _ids_of(replicas: tuple[NodeReplica, ...], own_slot: ReplicaSlot) -> tuple[str, ...]:
+    replica = next((r for r in replicas if own_slot in r.slots), None)
+    return tuple(slot.node_id for slot in replica.slots) if replica is not None else ()
 
 
 # ----------------------------------------------------------------------------
@@ -915,7 +915,7 @@ class Workers:
         self._known = KnownWorkers(self.server)
         self.announced = AnnouncedWorlds(context, self.server)
         self.deaths = WorkerDeaths(context, self._known, self.announced, oom_kills)
-        self.replicas = ReplicaMeetings(context, self._known, self.server)
+        self.replicas = ReplicaRendezvousings(context, self._known, self.server)
         self.readiness = Readiness(context, self._known, self.server)
         self.reporter = FailureReporter(context)
         self._permit: Permit | None = None  # the last one

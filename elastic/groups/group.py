@@ -722,9 +722,9 @@ DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 class ProcessGroup:
     """Owns torch's default group for one world at a time, and its pending collectives.
 
-    Its life cycle: :meth:`build` (or :meth:`form`), :meth:`settle` at each boundary between steps,
-    :meth:`abort` from any thread when the world is over, :meth:`destroy`; then it can be built
-    again. Its changes to torch are in :mod:`elastic.groups.pending`.
+    Its life cycle: :meth:`build` (or :meth:`form`), :meth:`synchronize` at each boundary between
+    steps, :meth:`abort` from any thread when the world is over, :meth:`destroy`; then it can be
+    built again. Its changes to torch are in :mod:`elastic.groups.pending`.
     """
 
     def __init__(
@@ -774,7 +774,7 @@ class ProcessGroup:
         """Whether the current group, or the last one, was aborted."""
         return self._is_aborted
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return when every collective that the script has queued on a device has succeeded.
 
         Called before a step counts: results that were read since the last call are then valid.
@@ -782,7 +782,7 @@ class ProcessGroup:
         Raises:
             GroupAborted: the group was aborted, and the collectives' outputs may be invalid.
         """
-        self._works.settle()
+        self._works.synchronize()
 
     @property
     def may_be_garbage(self) -> bool:

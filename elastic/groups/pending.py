@@ -276,8 +276,8 @@ class LongWait:
 # return as if they had succeeded. The abort is recorded first, so a check here after a collective
 # has ended shows whether its result is valid. A synchronous call (``dist.all_reduce(t)``) has no
 # work to check: NCCL runs it on the current stream and returns nothing. So groups count the
-# collectives that they begin. If more have begun than were waited for, :meth:`PendingWorks.settle`
-# waits for the stream.
+# collectives that they begin. If more have begun than were waited for,
+# :meth:`PendingWorks.synchronize` waits for the stream.
 #
 # While ``ncclCommAbort`` hangs, every query of a work hangs too, and holds the interpreter lock
 # (NCCLUtils.cpp: ``NCCLComm::abort`` and ``isAborted`` take the same mutex). So the flag is
@@ -374,7 +374,7 @@ class PendingWorks:
 
     def queue(self, work: dist.Work) -> None:
         """Make the current stream wait for a collective; the host continues. The result is valid
-        only if :meth:`settle` returns. Raises the collective's error, or GroupAborted."""
+        only if :meth:`synchronize` returns. Raises the collective's error, or GroupAborted."""
         if not self._is_on_stream:
             self._wait_on_stream(work)  # it has ended
             return
@@ -432,7 +432,7 @@ class PendingWorks:
 
     def covered(self, mark: int) -> None:
         """Record that the collective before ``mark`` has succeeded, and so have all earlier ones:
-        a communicator runs them in order. :meth:`settle` need not wait for them again."""
+        a communicator runs them in order. :meth:`synchronize` need not wait for them again."""
         if mark:
             name = torch_private.default_group_name()
             self._waited_for[name] = max(mark, self._waited_for.get(name, 0))
@@ -444,7 +444,7 @@ class PendingWorks:
             self._note(error)
             raise
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return when all queued collectives have succeeded, else raise. Called before a step
         counts: results that were read since the last call are then valid."""
         for work in self._queued:
@@ -711,9 +711,9 @@ def _line_of(error: BaseException) -> str:
 # torch/distributed/distributed_c10d.py): only there can an abort end those of the script. On NCCL
 # synchronous collectives have no work (ProcessGroupNCCL.cpp, the end of ``collective``), and waits
 # for the others do not block the host, only the stream: nothing has to be released. Results count
-# if ``ProcessGroup.settle`` returns at the end of the step; it waits for all collectives that the
-# groups have begun. A process group of our own, registered with c10d, would not need this patch;
-# docs/decisions/0027 describes its cost.
+# if ``ProcessGroup.synchronize`` returns at the end of the step; it waits for all collectives that
+# the groups have begun. A process group of our own, registered with c10d, would not need this
+# patch; docs/decisions/0027 describes its cost.
 #
 # the process group of DDP's reducer
 #     The reducer waits for futures in C++, where Python code cannot raise

@@ -486,10 +486,10 @@ class ReplicaProcessGroup(ProcessGroup):
         describe_group(is_on_stream=self._is_on_stream)
         return PendingWorks()  # torch's default group tracks its own works
 
-    def settle(self) -> None:
-        """As in the base class. All ranks of the replica settle the gradients of a step together,
-        earlier: at the end of its backward pass."""
-        super().settle()
+    def synchronize(self) -> None:
+        """As in the base class. All ranks of the replica synchronize the gradients of a step
+        together, earlier: at the end of its backward pass."""
+        super().synchronize()
         self._gradient_works.raise_failure()
 
     @property

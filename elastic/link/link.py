@@ -253,7 +253,7 @@ class ReplicaJoin:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMet:
-    """Worker: it has met the other ranks of its replica, after ReplicaMeet."""
+    """Worker: it has met the other ranks of its replica, after ReplicaRendezvous."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,7 +381,7 @@ class Leave:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaMeet(GroupSpec):
+class ReplicaRendezvous(GroupSpec):
     """Agent: all ranks of this worker's replica are present; their rendezvous uses this nonce.
 
     Without a ``store_port`` all of them are on this node, and need no store."""
@@ -467,7 +467,7 @@ Message = (
     | ClientHandshakeReply
     | Assignment
     | Leave
-    | ReplicaMeet
+    | ReplicaRendezvous
     | ReplicaPending
     | SigtermAnswer
     | FolderAnswer
@@ -500,7 +500,7 @@ FROM_AGENT = (
     ClientHandshakeReply,
     Assignment,
     Leave,
-    ReplicaMeet,
+    ReplicaRendezvous,
     ReplicaPending,
     SigtermAnswer,
     FolderAnswer,
@@ -517,7 +517,7 @@ _MAX_BYTES: dict[type[Any], int] = {
     FlightTrace: 64 << 10,
     CheckpointSkipped: 128 << 10,
     Assignment: MAX_MESSAGE,
-    ReplicaMeet: 64 << 10,
+    ReplicaRendezvous: 64 << 10,
     FolderAsk: 64 << 10,
     FolderAnswer: 64 << 10,
 }

@@ -531,7 +531,7 @@ class NodeStepTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaSeats:
+class ReplicaSlots:
     """Key ``replicas``: which nodes form a replica, for nodes whose workers were started while the
     others trained. Only compare-and-swap writes it; a first world implies its replicas."""
 
@@ -598,7 +598,7 @@ Record = (
     | HangVerdict
     | HangStacks
     | NodeStepTimes
-    | ReplicaSeats
+    | ReplicaSlots
     | Profile
     | Done
     | Stop

@@ -17,7 +17,7 @@ from elastic.errors import ConfigError
 from elastic.membership.records import Node, NodeState, WorldRecord
 from elastic.membership.view import NodeView
 from elastic.tuning.intervals import where_to_set
-from elastic.wire.messages import NodeReplica, ReplicaSeat, nodes_per_replica
+from elastic.wire.messages import NodeReplica, ReplicaSlot, nodes_per_replica
 
 Nodes = tuple[NodeView, ...]
 T = TypeVar("T")
@@ -151,40 +151,40 @@ def _that_have_met(nodes: Sequence[NodeView], per_replica: int) -> Iterator[Node
             yield members
 
 
-# ── seats: the replicas of nodes whose workers start while others train ──────────────────────
+# ── slots: the replicas of nodes whose workers start while others train ──────────────────────
 
 
-def take_seat(
+def take_slot(
     replicas: tuple[NodeReplica, ...],
-    mine: ReplicaSeat,
+    mine: ReplicaSlot,
     starts: Mapping[str, str],
     *,
     per_replica: int,
     nonce: str,
 ) -> tuple[NodeReplica, ...]:
-    """Add the seat ``mine`` to the oldest replica that lacks a node, or to a new one.
+    """Add the slot ``mine`` to the oldest replica that lacks a node, or to a new one.
 
-    ``starts`` has the current start of the workers of every live node. A seat of another start is
+    ``starts`` has the current start of the workers of every live node. A slot of another start is
     void. So is a replica that was complete and has lost a node: the others may have connected to
     it.
     """
     kept = [r for r in (_without_void(r, starts, per_replica) for r in replicas) if r is not None]
-    if any(mine in replica.seats for replica in kept):
+    if any(mine in replica.slots for replica in kept):
         return tuple(kept)
     for place, replica in enumerate(kept):
-        if len(replica.seats) < per_replica:
-            kept[place] = replace(replica, seats=(*replica.seats, mine))
+        if len(replica.slots) < per_replica:
+            kept[place] = replace(replica, slots=(*replica.slots, mine))
             return tuple(kept)
-    return (*kept, NodeReplica(nonce=nonce, seats=(mine,)))
+    return (*kept, NodeReplica(nonce=nonce, slots=(mine,)))
 
 
 def _without_void(
     replica: NodeReplica, starts: Mapping[str, str], per_replica: int
 ) -> NodeReplica | None:
-    valid = tuple(seat for seat in replica.seats if starts.get(seat.node_id) == seat.start)
-    if not valid or (len(replica.seats) == per_replica != len(valid)):
+    valid = tuple(slot for slot in replica.slots if starts.get(slot.node_id) == slot.start)
+    if not valid or (len(replica.slots) == per_replica != len(valid)):
         return None
-    return replace(replica, seats=valid)
+    return replace(replica, slots=valid)
 
 
 # ── limits, and texts for users ──────────────────────────────────────────────────────────────

@@ -114,29 +114,29 @@ class EarlyLeave(Hook):
         raised where a generator is closed.
 
         Returns when it is known where the other ranks have left their loops, or after a while. If
-        an exception may be passing through the script, only :meth:`settle` waits.
+        an exception may be passing through the script, only :meth:`confirm` waits.
         """
         is_main_thread = threading.current_thread() is threading.main_thread()
         if not (is_main_thread and self._is_on):
             return
         self._left = self._lifecycle.world, self._done
         if is_left_on_purpose():
-            self._settle()
+            self._resolve()
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """The script has continued after its loop. Raises TrainingError if another rank is still in
         it, or has left it earlier."""
-        self._settle()
+        self._resolve()
         self.raise_error()
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         left, self._left = self._left, None
         if left is not None and left[0] is self._lifecycle.world:
             self._leave(left[1], LEFT_ALONE_S)
 
     def end(self) -> None:
         """The training function has returned. Raises TrainingError if other ranks are in a loop."""
-        self.settle()
+        self.confirm()
         self._leave(self._done, float("inf"), is_end=True)
         self.raise_error()
 

@@ -151,12 +151,12 @@ class Lifecycle:
         if following is not self._phase:
             self._move(following)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the work that the script has queued on a device has succeeded.
 
         Raises GroupAborted if an abort may have left invalid results.
         """
-        self._group.settle()
+        self._group.synchronize()
 
     def end(self, *, broken: bool) -> None:
         """Destroy the process group of an ended world, so that the next one can be built."""

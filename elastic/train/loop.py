@@ -190,7 +190,7 @@ class Commits:
         try:
             for callback in callbacks:
                 callback(step)
-                self._lifecycle.settle()  # it may have used an invalid result
+                self._lifecycle.synchronize()  # it may have used an invalid result
                 left -= 1
                 if self._session.strategy.can_roll_back:
                     self._progress.called_back(left)
@@ -452,7 +452,7 @@ class StepLoop:
         self._job.progress.epoch += 1
         self._job.progress.place = EPOCHS
         self._leave_held()
-        self.settle()
+        self.end_left_loop()
 
     def begin_epochs(self) -> None:
         """The script begins to count epochs: it may resume here, with a new epoch."""
@@ -472,7 +472,7 @@ class StepLoop:
 
     def begin_pass(self, loader: ElasticLoader) -> None:
         """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
-        self.settle(ends_pass=not self.scope.owns_epochs)
+        self.end_left_loop(ends_pass=not self.scope.owns_epochs)
         is_rest = loader.rest_is_reached and self._has_no_batch_left(loader)
         self._progress.begin_pass(self._job.name_of(loader), is_known=is_rest)
         # Not only before the next step: at the end of an epoch, an evaluation comes before it.
@@ -550,7 +550,7 @@ class StepLoop:
         in step ``number``, which ``is_first`` of the loop, or after it was committed there.
 
         After `break` or `return` the current step counts if an optimizer has stepped; after a fault
-        of the world it does not. :meth:`settle` distinguishes them; it is not possible here.
+        of the world it does not. :meth:`end_left_loop` distinguishes them; it is not possible here.
         """
         if self.lifecycle.is_changing:
             return  # the frames of an interrupted attempt are cleared
@@ -562,14 +562,14 @@ class StepLoop:
             elif step is None and loader.position.step < len(loader):
                 self.early_leave.leave()
             self.current.leave(loader)
-            if self._session.strategy.settles_left_loops:
+            if self._session.strategy.ends_left_loops:
                 self.current.last_left = self.current.step
-                # If a reduction failed, the next loop settles instead, since it can raise: Python
+                # If a reduction failed, the next loop ends it instead, since it can raise: Python
                 # only prints exceptions raised here, where the loop's generator is closed. So
                 # does the next one if an exception may have left the step before its update.
                 has_failed = any(m.reduction.failure for m in self._job.modules.values())
                 if not has_failed and not self._is_used_only(step):
-                    self._settle_left()
+                    self._end_left()
 
     def _leave_held(self) -> None:
         """Leave a loop whose iterator outlives it, in an attribute or a variable of the module."""
@@ -578,8 +578,8 @@ class StepLoop:
             self.left_held = step
             self.leave(self.lifecycle.world, loader, step.number, is_first=False)
 
-    def settle(self, *, ends_pass: bool = False) -> None:
-        """Settle a loop that the script has left: it has continued, so it left deliberately.
+    def end_left_loop(self, *, ends_pass: bool = False) -> None:
+        """End a loop that the script has left: it has continued, so it left deliberately.
 
         ``ends_pass``: all the code that follows the loop has run. It is a part of the loop's last
         step: if that step was the epoch's last one, too, its boundary belongs to the next epoch, or
@@ -587,21 +587,21 @@ class StepLoop:
 
         Raises a fault of the world again if the script has caught it in the loop.
         """
-        self._settle_world()
-        self._settle_left(ends_pass=ends_pass)
+        self._check_world()
+        self._end_left(ends_pass=ends_pass)
 
-    def settle_before_work(self) -> None:
+    def end_left_loop_before_work(self) -> None:
         """The same before work between steps. But code that follows a left loop has run, and more
         of it follows: a step that the loop has trained lasts until then."""
-        self._settle_world()
+        self._check_world()
         if not self.counts(self.current.step):
-            self._settle_left()
+            self._end_left()
 
-    def _settle_world(self) -> None:
-        self.early_leave.settle()
+    def _check_world(self) -> None:
+        self.early_leave.confirm()
         self.refuse_swallowed()
         if self.current.step is not None:
-            self.lifecycle.settle()
+            self.lifecycle.synchronize()
 
     def refuse_swallowed(self) -> None:
         """Raise the end of this world again if the script has caught it."""
@@ -611,7 +611,7 @@ class StepLoop:
                 hint="do not catch it: run.retry continues in the next world",
             )
 
-    def _settle_left(self, *, ends_pass: bool = False) -> None:
+    def _end_left(self, *, ends_pass: bool = False) -> None:
         loader = self.current.take_left_loader()
         if loader is None:
             return
@@ -672,7 +672,7 @@ class StepLoop:
         number, strategy = self._job.progress.step, self._session.strategy
         self._session.hooks.begin(number)
         if self.current.accumulation.since is None:
-            self.lifecycle.settle()  # work that the script queued since the last step
+            self.lifecycle.synchronize()  # work that the script queued since the last step
             self._commits.call_back_again()
             self._cross_boundary()
             self._progress.before_step(can_undo=strategy.can_roll_back)
@@ -763,7 +763,7 @@ class StepLoop:
             if module.reduction.failure is not None:
                 raise module.reduction.failure  # the script caught it
             module.reduction.wait()
-        self.lifecycle.settle()  # an abort may have ended queued work
+        self.lifecycle.synchronize()  # an abort may have ended queued work
         self._checkpoints.flags.require_one_step(step.number)
         self._job.order.end_step(self.lifecycle.replica.whole)
         if not self._job.order.accumulates:
@@ -798,13 +798,13 @@ class StepLoop:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def settle_last(self) -> None:
+    def end_last_loop(self) -> None:
         """The training function has returned: commit the step in which it left its last loop."""
-        self.lifecycle.settle()
+        self.lifecycle.synchronize()
         self.refuse_swallowed()
         self._leave_held()
         self._progress.function_returned()
-        self.settle()
+        self.end_left_loop()
         if not self._progress.is_catching_up:
             self._progress.end_function()
 
@@ -814,11 +814,11 @@ class StepLoop:
         ``is_last``: the process ends, and no other loop follows.
         """
         self._leave_held()
-        self.settle()
+        self.end_left_loop()
         if is_last:
             self._progress.end_function()
         if self.scope.in_retry:
-            self.lifecycle.settle()
+            self.lifecycle.synchronize()
         if not self.lifecycle.is_restored or self.current.step is not None:
             return
         if self._progress.is_before_place:  # at the end of an earlier phase, which is complete

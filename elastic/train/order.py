@@ -134,7 +134,7 @@ class ControlFlags:
         self._ends.clear()
         self._digest, self.has_different_weights = None, False
 
-    def settle(self) -> None:
+    def copy_to_host(self) -> None:
         """Copy the flags from a GPU after the collectives, before more work is queued."""
         self._ends = [(name, end.cpu()) for name, end in self._ends]
 

@@ -298,7 +298,7 @@ class Reduction:
         if self.works:
             pending_works().covered(self._mark)
         if self.works and self.flags is not None:
-            self.flags.settle()
+            self.flags.copy_to_host()
         if self.works and self.order is not None:
             self.order.sums.summed()
         self.works.clear()

@@ -155,7 +155,7 @@ class Attempts:
     def meets(self, call: str = "run.mean()") -> None:
         """Called before ranks exchange values at the script's request. Raises TrainingError if the
         others have completed this call of run.retry."""
-        self._loop.early_leave.settle()
+        self._loop.early_leave.confirm()
         if self._progress.is_catching_up:
             raise TrainingError(
                 f"{call} was called on a joining node, in a call of run.retry that the other "
@@ -221,7 +221,7 @@ class Attempts:
     def end(self) -> None:
         """Called after the training function."""
         # Before any meeting, which may fail: a complete step is not repeated.
-        self._loop.settle_last()
+        self._loop.end_last_loop()
         self._session.strategy.training_returned()
         self._loop.finish()
         if not self._progress.is_in_past_call:
@@ -619,7 +619,7 @@ def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
             hint="torchrun --rdzv-backend=etcd …; with other launchers, sharded models recover by "
             "a restart (docs/how-to/sharded.md)",
         )
-    meeting = worlds.meet_replica(
+    meeting = worlds.rendezvous_of_replica(
         replica.mesh.size,
         REPLICA_MEETS_S,
         mesh=str(replica.mesh),

@@ -71,8 +71,8 @@ class RecoveryStrategy(Protocol):
         """Whether the state of the last commit may be needed: by peers, or for a checkpoint."""
 
     @property
-    def settles_left_loops(self) -> bool:
-        """Whether a loop that was left is settled at once: the script can continue only after a
+    def ends_left_loops(self) -> bool:
+        """Whether a loop that was left is ended at once: the script can continue only after a
         `break` or `return`."""
 
     def before_step(self, step: Step) -> None:

@@ -71,7 +71,7 @@ class UncertainGradients:
         counted: list[float] = self.counts.abs().tolist()  # abs: of complex numbers, too
         return counted
 
-    def settle(self, in_replica: Mapping[int, float]) -> None:
+    def resolve(self, in_replica: Mapping[int, float]) -> None:
         """Create missing gradients, unless no rank has any from its samples.
 
         ``in_replica``: the counts of all parts, by parameter. An expert without tokens has zeros,
@@ -137,9 +137,9 @@ class AcrossReduction(Reduction):
         backward.watch()
         self._replica = replica
         self._across: OwnGroup | None = None  # None outside of a world
-        self._fault: Exception | None = None  # of this rank, not yet settled
-        self._pass: int | None = None  # the backward pass that ends with a call of _settle
-        self._end: torch.Tensor | None = None  # flags of this step, not yet settled
+        self._fault: Exception | None = None  # of this rank, not yet exchanged
+        self._pass: int | None = None  # the backward pass that ends with a call of _finish
+        self._end: torch.Tensor | None = None  # flags of this step, not yet exchanged
         self._room: Room | None = None  # holds their sum once the collective has ended
         self._ends: list[tuple[Unit, torch.Tensor]] = []  # of other sums, not yet ended
         self._current: CurrentParameters | None = None  # of a module without FSDP
@@ -305,7 +305,7 @@ class AcrossReduction(Reduction):
         return counts
 
     def _sum(self, gradients: torch.Tensor, unit: Unit | None = None) -> None:
-        """Sum over the replicas, in place. On a stream the sum is only queued: :meth:`_settle`
+        """Sum over the replicas, in place. On a stream the sum is only queued: :meth:`_finish`
         waits for it before the host depends on it. ``unit``: begins to be reduced."""
         assert self._across is not None
         room, end = self._room_with_flags(gradients, unit), None
@@ -336,7 +336,7 @@ class AcrossReduction(Reduction):
         """Wait for the sums of this backward pass, and read the flags summed with them."""
         if self._across is not None and self._across.is_on_stream and self._fault is None:
             try:
-                self._across.works.settle()
+                self._across.works.synchronize()
             except Exception as error:  # noqa: BLE001  as above
                 self._fault = error.with_traceback(None)
         room, self._room = self._room, None
@@ -370,19 +370,19 @@ class AcrossReduction(Reduction):
 
     def _end_pass_later(self) -> None:
         if backward.are_nested():  # of recomputed parts, in the middle of a pass
-            backward.call_after_all(self._settle)
+            backward.call_after_all(self._finish)
         elif self._pass != current_backward():
             self._pass = current_backward()
-            call_after_backward(self._settle)  # after FSDP's own, which was queued before
+            call_after_backward(self._finish)  # after FSDP's own, which was queued before
 
-    def _settle(self) -> None:
+    def _finish(self) -> None:
         """Called at the end of a backward pass."""
-        backward.cancel(self._settle)
+        backward.cancel(self._finish)
         if self._current is not None:
             self._sum_all()
-        self.settle([self])
+        self.finish_all([self])
 
-    def settle(self, reductions: Sequence[AcrossReduction]) -> None:
+    def finish_all(self, reductions: Sequence[AcrossReduction]) -> None:
         """End the sums of these modules, of which only this one has sent flags: all ranks of the
         replica have them, or all raise."""
         for each in reductions:
@@ -407,7 +407,7 @@ class AcrossReduction(Reduction):
         counts = iter(summed[COUNT + begin :])
         for each in reductions:
             each._end = each._pass = None
-            each._settle_uncertain({id(parameter): next(counts) for parameter in each._split})
+            each._resolve_uncertain({id(parameter): next(counts) for parameter in each._split})
         phases.enter(SCRIPT)
 
     def _room_for(self, count: int) -> tuple[int, int]:
@@ -425,9 +425,9 @@ class AcrossReduction(Reduction):
             counts |= zip(map(id, each.parameters), each.users, strict=True)
         return [counts.get(id(parameter), 1.0) for parameter in self._split]
 
-    def _settle_uncertain(self, in_replica: Mapping[int, float]) -> None:
+    def _resolve_uncertain(self, in_replica: Mapping[int, float]) -> None:
         for each in self._uncertain:
-            each.settle(in_replica)
+            each.resolve(in_replica)
         self._uncertain.clear()
 
     @property
@@ -913,7 +913,7 @@ def reduce_stages(reductions: Sequence[StageReduction]) -> None:
         fault = each.fault
     if fault is None:
         reductions[0].send_flags()
-    reductions[0].settle(reductions)
+    reductions[0].finish_all(reductions)
     if not any(each.has_gradients for each in reductions):
         raise _without_gradients()
 

@@ -85,7 +85,7 @@ class Units(Hook):
         """Complete a unit on all ranks, unless it is complete. Returns the function's value."""
         if self.is_running:
             return function()  # a part of the unit that calls it
-        self._loop.settle_before_work()
+        self._loop.end_left_loop_before_work()
         self._bootstrap.enter_loop()
         if self._current.step is not None or self._current.accumulation.since is not None:
             return self._in_step(function)
@@ -109,7 +109,7 @@ class Units(Hook):
         if is_left:
             seed_all(derive_seed(self._job.seed, _UNIT, progress.units))
         value = function()
-        self._meet()  # otherwise a rank may commit the step, and another one die in this work
+        self._barrier()  # otherwise a rank may commit the step, and another one die in this work
         if is_left:
             seed_all(derive_seed(self._job.seed, _UNIT, progress.units, _AFTER))
             progress.units += 1
@@ -146,7 +146,7 @@ class Units(Hook):
         job, progress = self._job, self._job.progress
         place = self._calls[name] if at is None else at
         self._loop.call_back_again()
-        self._lifecycle.settle()
+        self._lifecycle.synchronize()
         is_recorded = self._session.strategy.can_roll_back
         self._progress.replay_units()
         self._progress.script_has_run()
@@ -160,13 +160,13 @@ class Units(Hook):
         before = phases.enter(Phase.EVALUATION)
         try:
             value = function()
-            self._loop.settle()
+            self._loop.end_left_loop()
             if progress.step != step or self._current.step is not None:
                 raise _trains(name)
             require_storable(f"run.once({name!r}): the value of its function", value)
             job.check_user()
-            self._lifecycle.settle()
-            self._meet()
+            self._lifecycle.synchronize()
+            self._barrier()
         finally:
             self.is_running = False
             phases.enter(before)
@@ -192,7 +192,7 @@ class Units(Hook):
         self._restart_timer()
         return UnitRecord(*job.units[name][-1])
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         if self._lifecycle.world.size > 1:
             with self._lifecycle.replica.whole():
                 all_sum([1.0])

@@ -63,7 +63,7 @@ def nodes_per_replica(replica_size: int, nproc: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaSeat:
+class ReplicaSlot:
     """A node's place in a replica that spans several nodes."""
 
     node_id: str
@@ -78,7 +78,7 @@ class NodeReplica:
     """
 
     nonce: str
-    seats: tuple[ReplicaSeat, ...]
+    slots: tuple[ReplicaSlot, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

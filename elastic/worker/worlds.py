@@ -46,8 +46,8 @@ from elastic.link.link import (
     ProgressPage,
     Ready,
     ReplicaJoin,
-    ReplicaMeet,
     ReplicaPending,
+    ReplicaRendezvous,
     SigtermAnswer,
     SigtermAsk,
     StepReport,
@@ -246,7 +246,7 @@ class Worlds:
         self.max_ranks: Callable[[], int] = lambda: 0
         self._flights = FlightRecorder(self.send, clock)
         self._counts_events = False  # the agent has metrics
-        self._meeting: ReplicaMeet | None = None  # where this worker's replica meets
+        self._meeting: ReplicaRendezvous | None = None  # where this worker's replica meets
         self._replica_is_pending = False  # the replica waits for other nodes
 
     def connect(self, path: str, *, local_rank: int) -> None:
@@ -383,9 +383,9 @@ class Worlds:
                 self.is_waiting = True
                 self._changed.wait(WORKER_SLICE_S)
 
-    def meet_replica(
+    def rendezvous_of_replica(
         self, size: int, timeout_s: float, *, mesh: str = "", on_device: bool = False
-    ) -> ReplicaMeet:
+    ) -> ReplicaRendezvous:
         """Wait for all ranks of this worker's replica, and return where they meet.
 
         ``timeout_s`` limits the wait for ranks on this node; the wait for other nodes has no limit.
@@ -511,7 +511,7 @@ class Worlds:
                 with self._changed:
                     self._permitted_until_s = until_s
                     self._changed.notify_all()
-            case ReplicaMeet():
+            case ReplicaRendezvous():
                 with self._changed:
                     self._meeting = message
                     self._changed.notify_all()

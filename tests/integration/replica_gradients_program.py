@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from elastic.errors import ConfigError, GroupAborted
 from elastic.groups.replica import ModelReplica, ReplicaProcessGroup
 from elastic.groups.world import ReplicaMesh
-from elastic.link.link import GroupSpec, ReplicaMeet
+from elastic.link.link import GroupSpec, ReplicaRendezvous
 from elastic.train.sharded import ShardedModule
 from elastic.wire.handshake import SecretKey
 
@@ -62,7 +62,7 @@ class Rank:
         self.rank, self.ports, self.mesh = rank, ports, mesh
         self.replica = ModelReplica(mesh, local_rank=rank, backend=backend)
         nonce = f"{mesh}-{rank // mesh.size}"
-        self.replica.form(ReplicaMeet(nonce=nonce, rank=rank, size=mesh.size), str(folder))
+        self.replica.form(ReplicaRendezvous(nonce=nonce, rank=rank, size=mesh.size), str(folder))
         self.group = ReplicaProcessGroup(torch.device("cpu"), self.replica)
         self.generation = 0
 

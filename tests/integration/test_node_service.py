@@ -51,7 +51,7 @@ from elastic.membership.records import (
     Node,
     NodeState,
     Outcome,
-    ReplicaSeats,
+    ReplicaSlots,
     WorldRecord,
     decode,
     encode,
@@ -635,7 +635,7 @@ def test_a_job_that_has_ended_leaves_its_outcome_and_nothing_else(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     nodes = trio(start)
-    server.put(KEYS.replicas, encode(ReplicaSeats(replicas=())), 0)
+    server.put(KEYS.replicas, encode(ReplicaSlots(replicas=())), 0)
     for node in nodes:
         node.service.finished()
     eventually(lambda: MemoryStore(server).get(KEYS.done))

@@ -48,7 +48,7 @@ class Job:
         self.accounting.remember(self.world, self.now, self.now)
         for record in self.nodes.values():
             self.roster.put(record, 1, self.now)
-            self.roster.settle(record.node_id, Verdict(Liveness.ALIVE, "answers"), self.now)
+            self.roster.resolve(record.node_id, Verdict(Liveness.ALIVE, "answers"), self.now)
 
     def put(self, name: str, **fields: object) -> None:
         self.nodes[name] = replace(self.nodes[name], **fields)  # type: ignore[arg-type]

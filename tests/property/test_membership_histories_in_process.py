@@ -39,11 +39,11 @@ from elastic.membership.records import (
     encode,
     group_of,
 )
-from elastic.membership.replicas import take_seat
+from elastic.membership.replicas import take_slot
 from elastic.membership.view import End, Liveness, MissingMember, NodeView, Policy, Proposal, View
 from elastic.store.keyvalue import Entry
 from elastic.tuning.intervals import permission_s
-from elastic.wire.messages import Cause, NodeReplica, ReplicaSeat, WorldState
+from elastic.wire.messages import Cause, NodeReplica, ReplicaSlot, WorldState
 
 POLICY = Policy(min_nodes=2, max_nodes=4, join_timeout_s=1e9)
 NUMBER = st.integers(0, 8)
@@ -97,7 +97,7 @@ class InProcessHistories(RuleBasedStateMachine):
         self.written = 0  # worlds
         self.ended: End | None = None
         self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
-        self.seats: tuple[NodeReplica, ...] = ()  # the nodes of each replica
+        self.slots: tuple[NodeReplica, ...] = ()  # the nodes of each replica
         self.count_of_starts = 0
         self.slow: set[str] = set()  # node ids of stragglers, which may be left out
         self.elected_s = self.now
@@ -447,24 +447,24 @@ class InProcessHistories(RuleBasedStateMachine):
             self.put(machine, state=NodeState.READY, in_process=True)
 
     def joins_replica(self, machine: Machine) -> bool:
-        """The agent's actions while its workers are in no world: take a seat and start them, or
+        """The agent's actions while its workers are in no world: take a slot and start them, or
         restart them when another node of the replica is gone."""
         record = machine.record
         if not record.replica_start:
             self.count_of_starts += 1
             self.put(machine, replica_start=f"start{self.count_of_starts}")
             record = machine.record
-        mine = ReplicaSeat(node_id=record.node_id, start=record.replica_start)
+        mine = ReplicaSlot(node_id=record.node_id, start=record.replica_start)
         starts = {i: m.record.replica_start for i, m in self.machines.items() if m.has_key}
         nonce = f"replica{self.count_of_starts}"
-        seats = take_seat(self.seats, mine, starts, per_replica=self.per_replica, nonce=nonce)
-        ids = next(tuple(s.node_id for s in r.seats) for r in seats if mine in r.seats)
+        slots = take_slot(self.slots, mine, starts, per_replica=self.per_replica, nonce=nonce)
+        ids = next(tuple(s.node_id for s in r.slots) for r in slots if mine in r.slots)
         if record.replica:
             if ids != record.replica:
                 self.end_workers(machine, arrived_for=record.arrived_for)
                 return False
             return True
-        self.seats = seats
+        self.slots = slots
         if len(ids) == self.per_replica:
             self.put(machine, replica=ids)
         return len(ids) == self.per_replica
@@ -735,7 +735,7 @@ class InProcessHistories(RuleBasedStateMachine):
             if self.ended is not None:
                 return
             if turn == 10 and self.per_replica > 1:
-                self.dead_leases_expire()  # until then, nodes connected to them keep their seats
+                self.dead_leases_expire()  # until then, nodes connected to them keep their slots
             for machine in self.machines.values():
                 if machine.record.state in (NodeState.LEAVING, NodeState.FINISHED):
                     continue
@@ -786,7 +786,7 @@ def test_a_plan_whose_leaving_node_is_lost_is_replaced_at_once() -> None:
 
 
 def test_a_joining_node_of_a_broken_replica_joins_another_one() -> None:
-    """Found by the histories: the dead node keeps its seat until its lease expires."""
+    """Found by the histories: the dead node keeps its slot until its lease expires."""
     state = ReplicaHistories()
     state.a_job_runs(members=2, candidates=2)
     state.a_node_dies(number=2, key_too=False)

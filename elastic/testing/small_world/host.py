@@ -38,7 +38,7 @@ from elastic.link.link import (
     Message,
     Ready,
     ReplicaJoin,
-    ReplicaMeet,
+    ReplicaRendezvous,
     SigtermAnswer,
     SigtermAsk,
     Worker,
@@ -327,7 +327,8 @@ class SmallJob:
                 nonce = secrets.token_hex(4)
                 for member in local.join(worker, size):
                     process.server.send(
-                        ReplicaMeet(nonce=nonce, rank=member.local_rank % size, size=size), member
+                        ReplicaRendezvous(nonce=nonce, rank=member.local_rank % size, size=size),
+                        member,
                     )
             case ClientHandshakeRequest():
                 process.is_handshaken, process.worker = True, worker

@@ -47,7 +47,7 @@ def test_probes_of_silent_nodes_do_not_delay_the_others(monkeypatch: pytest.Monk
     roster = Roster(KEYS, Connections())
     for number in range(1, 101):
         roster.put(node(f"n{number}"), 1, 0.0)
-        roster.settle(f"id-n{number}", SILENT, 0.0)
+        roster.resolve(f"id-n{number}", SILENT, 0.0)
     prober = Prober(context, roster)
     try:
         for turn in range(5):

@@ -28,8 +28,8 @@ from elastic.link.link import (
     Message,
     Ready,
     ReplicaJoin,
-    ReplicaMeet,
     ReplicaMet,
+    ReplicaRendezvous,
     Worker,
     WorkerDeath,
 )
@@ -51,11 +51,11 @@ class Links(LinkServer):
 
     def __init__(self, **callbacks: Any) -> None:
         super().__init__(**callbacks)
-        self.meetings: dict[int, list[ReplicaMeet]] = {}  # by pid
+        self.meetings: dict[int, list[ReplicaRendezvous]] = {}  # by pid
         self.present: list[Worker] = []
 
     def send(self, message: Message, to: Worker | None = None) -> None:
-        if isinstance(message, ReplicaMeet):
+        if isinstance(message, ReplicaRendezvous):
             assert to is not None
             self.meetings.setdefault(to.pid, []).append(message)
 

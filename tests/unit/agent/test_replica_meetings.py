@@ -10,9 +10,16 @@ from kit.membership_nodes import node, world
 from kit.memory_store import MemoryServer, MemoryStore
 
 from elastic.agent.node import NodeContext, RunSecret
-from elastic.agent.workers import KnownWorkers, ReplicaMeetings
+from elastic.agent.workers import KnownWorkers, ReplicaRendezvousings
 from elastic.errors import NodeRefused, StoreUnreachable
-from elastic.link.link import LinkServer, Message, ReplicaJoin, ReplicaMeet, ReplicaPending, Worker
+from elastic.link.link import (
+    LinkServer,
+    Message,
+    ReplicaJoin,
+    ReplicaPending,
+    ReplicaRendezvous,
+    Worker,
+)
 from elastic.membership.records import Keys, Node, NodeState, WorldRecord, encode
 from elastic.store.keyvalue import Snapshot
 from elastic.telemetry.journal import Journal
@@ -36,8 +43,10 @@ class Workers:
         self.sent.append((to.local_rank, message))
 
     @property
-    def meetings(self) -> dict[int, ReplicaMeet]:
-        return {rank: message for rank, message in self.sent if isinstance(message, ReplicaMeet)}
+    def meetings(self) -> dict[int, ReplicaRendezvous]:
+        return {
+            rank: message for rank, message in self.sent if isinstance(message, ReplicaRendezvous)
+        }
 
 
 class Agent:
@@ -61,7 +70,7 @@ class Agent:
     def start_workers(self, pid: int) -> None:
         self.workers = Workers(pid)
         server = cast(LinkServer, self.workers)
-        self.meetings = ReplicaMeetings(self.at, KnownWorkers(server), server)
+        self.meetings = ReplicaRendezvousings(self.at, KnownWorkers(server), server)
 
     @property
     def node(self) -> Node:

@@ -32,7 +32,7 @@ class Leader:
         self.connections.opened(ID, False)
         self.roster = Roster(KEYS, self.connections)
         self.registers()
-        self.roster.settle(ID, ALIVE, 1.0)
+        self.roster.resolve(ID, ALIVE, 1.0)
 
     def registers(self) -> None:
         self.roster.put(NODE, 7, now=1.0)
@@ -45,7 +45,7 @@ class Leader:
         self.roster.delete(ID, 2.0)
 
     def answers(self, verdict: Verdict) -> Liveness:
-        self.roster.settle(ID, verdict, 3.0)
+        self.roster.resolve(ID, verdict, 3.0)
         return self.liveness
 
     @property
@@ -74,7 +74,7 @@ def test_a_refusal_and_a_lost_lease_prove_a_death() -> None:
     leader.roster.suspect(ID, 2.0)
     assert leader.answers(REFUSED) is Liveness.SUSPECT
     leader.loses_its_lease()
-    assert ID in leader.roster.unsettled()
+    assert ID in leader.roster.unresolved()
     assert leader.answers(REFUSED) is Liveness.DEAD
 
 
@@ -84,9 +84,9 @@ def test_a_new_node_is_not_admitted_before_it_has_answered() -> None:
     for i, name in enumerate(("n1", "n2"), 1):
         roster.put(node(name, limits=(1, 2)), i, now=1.0)
     assert roster.unreached() == {"id-n1", "id-n2"}
-    assert not roster.unsettled(), "decisions do not wait for it"
-    assert roster.settle("id-n2", SILENT, 2.0) is Liveness.SUSPECT
-    roster.settle("id-n1", ALIVE, 2.0)
+    assert not roster.unresolved(), "decisions do not wait for it"
+    assert roster.resolve("id-n2", SILENT, 2.0) is Liveness.SUSPECT
+    roster.resolve("id-n1", ALIVE, 2.0)
     assert not roster.unreached()
     view = roster.view(None, 0.0, done=None, quarantined={})
     decision = decide(view, 100.0, Policy(min_nodes=1, max_nodes=2))
@@ -99,7 +99,7 @@ def test_the_record_of_a_finished_node_is_not_polled() -> None:
     roster = Roster(KEYS, Connections())
     ended = node("n1", NodeState.FINISHED, running=WORLD)
     roster.put(ended, 0, now=1.0)
-    roster.settle(ID, REFUSED, 2.0)
+    roster.resolve(ID, REFUSED, 2.0)
     assert roster.silent() == ()
     assert roster.ended_and_gone() == (ID,)
 
@@ -108,10 +108,10 @@ def test_the_record_of_a_node_that_has_left_is_not_polled_and_proves_its_departu
     roster = Roster(KEYS, Connections())
     leaving = node("n1", NodeState.LEAVING, running=WORLD)
     roster.put(leaving, 7, now=1.0)
-    roster.settle(ID, SILENT, 2.0)
+    roster.resolve(ID, SILENT, 2.0)
     assert (roster.silent(), roster.ended_and_gone()) == ((ID,), ())
     roster.put(replace(leaving, running=None), 0, now=3.0)
-    roster.settle(ID, SILENT, 4.0)
+    roster.resolve(ID, SILENT, 4.0)
     assert (roster.silent(), roster.ended_and_gone()) == ((), (ID,))
 
 
@@ -120,11 +120,11 @@ def test_a_new_leader_probes_the_nodes_that_may_still_leave() -> None:
     roster = Roster(KEYS, Connections())
     roster.suspect_members_without_key(empty, 1.0)
     roster.forget_non_members(empty)
-    assert roster.unsettled() == {ID}
-    roster.settle(ID, SILENT, 2.0)
+    assert roster.unresolved() == {ID}
+    roster.resolve(ID, SILENT, 2.0)
     view = roster.view(empty, 0.0, done=None, quarantined={})
     assert [m.may_step for m in view.missing] == [True]
-    roster.settle(ID, GONE, 3.0)
+    roster.resolve(ID, GONE, 3.0)
     view = roster.view(empty, 0.0, done=None, quarantined={})
     assert [m.may_step for m in view.missing] == [False]
 
@@ -134,7 +134,7 @@ def test_answers_without_a_key_are_no_sign_of_permitted_workers() -> None:
     roster = Roster(KEYS, Connections())
     roster.suspect_members_without_key(WORLD, 1.0)
     for now in (2.0, 3.0):
-        roster.settle(ID, ALIVE, now)
+        roster.resolve(ID, ALIVE, now)
     (missing, _) = roster.view(WORLD, 0.0, done=None, quarantined={}).missing
     assert (missing.last_sign_s, missing.is_known) == (1.0, False)
 
@@ -150,8 +150,8 @@ def test_an_answer_to_a_probe_that_began_before_its_connection_closed_proves_no_
     """The node has answered, and died before the verdict arrived."""
     leader = Leader()
     leader.hangs_up()
-    assert leader.roster.settle(ID, ALIVE, 3.0, probed_s=1.5) is None
-    assert ID in leader.roster.unsettled(), "it is probed again"
+    assert leader.roster.resolve(ID, ALIVE, 3.0, probed_s=1.5) is None
+    assert ID in leader.roster.unresolved(), "it is probed again"
     assert leader.answers(REFUSED) is Liveness.DEAD, "and its lost connection still counts"
 
 
@@ -160,17 +160,17 @@ def test_a_refusal_from_before_a_new_connection_proves_no_death() -> None:
     leader.loses_its_lease()
     leader.connections.opened(ID, False)
     leader.roster.connection_opened(ID, 2.5)
-    assert leader.roster.settle(ID, REFUSED, 3.0, probed_s=2.2) is None
-    assert ID in leader.roster.unsettled(), "it is probed again"
+    assert leader.roster.resolve(ID, REFUSED, 3.0, probed_s=2.2) is None
+    assert ID in leader.roster.unresolved(), "it is probed again"
     assert leader.answers(ALIVE) is Liveness.ALIVE
 
 
-def test_silence_settles_a_node_whose_connections_come_and_go() -> None:
+def test_silence_resolves_a_node_whose_connections_come_and_go() -> None:
     """Each probe may take longer than a connection lasts: decisions would never be made."""
     leader = Leader()
     leader.hangs_up()
-    assert leader.roster.settle(ID, SILENT, 3.0, probed_s=1.5) is Liveness.SUSPECT
-    assert not leader.roster.unsettled()
+    assert leader.roster.resolve(ID, SILENT, 3.0, probed_s=1.5) is Liveness.SUSPECT
+    assert not leader.roster.unresolved()
 
 
 def test_silence_does_not_revoke_a_proof() -> None:
@@ -196,7 +196,7 @@ def test_a_new_connection_reopens_a_verdict() -> None:
     leader.answers(REFUSED)
     leader.connections.opened(ID, False)
     leader.roster.connection_opened(ID, 2.5)
-    assert ID in leader.roster.unsettled()
+    assert ID in leader.roster.unresolved()
     assert leader.answers(REFUSED) is Liveness.SUSPECT
 
 
@@ -205,7 +205,7 @@ def test_a_new_registration_reopens_a_verdict() -> None:
     leader.loses_its_lease()
     assert leader.answers(REFUSED) is Liveness.DEAD
     leader.registers()
-    assert ID in leader.roster.unsettled()
+    assert ID in leader.roster.unresolved()
     assert leader.answers(REFUSED) is Liveness.SUSPECT
 
 
@@ -284,9 +284,9 @@ def test_a_verdict_on_a_former_member_is_ignored() -> None:
     leader = Leader()
     leader.hangs_up()
     leader.loses_its_lease()
-    assert leader.roster.settle(ID, GONE, 3.0) is Liveness.DEAD
+    assert leader.roster.resolve(ID, GONE, 3.0) is Liveness.DEAD
     leader.roster.forget_non_members(world("n2"))
-    assert leader.roster.settle(ID, GONE, 4.0) is None
+    assert leader.roster.resolve(ID, GONE, 4.0) is None
 
 
 def test_a_node_names_a_world_that_the_leader_learns_before_or_after() -> None:
@@ -328,7 +328,7 @@ def test_nodes_that_come_and_go_leave_nothing_behind() -> None:
     roster = Roster(KEYS, connections)
     for name in ("n1", "n2"):
         roster.put(replace(NODE, node_id=f"id-{name}"), 7, now=1.0)
-        roster.settle(f"id-{name}", ALIVE, 1.0)
+        roster.resolve(f"id-{name}", ALIVE, 1.0)
     for number in range(200):
         pod = f"pod-{number}"
         connections.opened(pod, False)
@@ -338,9 +338,9 @@ def test_nodes_that_come_and_go_leave_nothing_behind() -> None:
         connections.closed(pod, False)
         roster.suspect(pod, 3.0)
         roster.forget_non_members(WORLD)
-        roster.settle(pod, REFUSED, 4.0)  # of a probe in flight
+        roster.resolve(pod, REFUSED, 4.0)  # of a probe in flight
     assert roster.silent() == ()
-    assert roster.unsettled() == frozenset()
+    assert roster.unresolved() == frozenset()
     assert roster.with_keys() == ("id-n1", "id-n2")
     assert not connections.is_lost("pod-0")
     tables = [table for table in vars(roster).values() if isinstance(table, dict)]

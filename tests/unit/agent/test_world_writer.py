@@ -67,7 +67,7 @@ def test_a_former_leader_deletes_no_record_that_its_successor_needs() -> None:
         assert isinstance(listed, NodesEvent)
         term.on_nodes(listed, seven)
         for name, liveness in (("n1", "alive"), ("n2", "alive"), ("n3", "dead")):
-            term.roster.settle(f"id-{name}", Verdict(Liveness(liveness), ""), 1.0)
+            term.roster.resolve(f"id-{name}", Verdict(Liveness(liveness), ""), 1.0)
         current = WorldEntry(eight, store.put(KEYS.world, encode(eight)), 0.0)
         term.lead(former, None)
         assert store.get(KEYS.node("id-n3")) is not None

@@ -237,11 +237,11 @@ def test_a_result_counts_once_its_collective_has_completed(groups: Any) -> None:
     reduce(groups[1], 2.0)
     own.queue(work)
     assert not work.is_completed()
-    own.settle()
+    own.synchronize()
     assert tensor.item() == 3.0
     own.abort()
     with pytest.raises(GroupAborted):
-        own.settle()
+        own.synchronize()
 
 
 def test_a_script_waits_through_the_patched_wait(groups: Any) -> None:
@@ -254,5 +254,5 @@ def test_a_script_waits_through_the_patched_wait(groups: Any) -> None:
         assert work.wait()
     finally:
         pending.restore_waits()
-    works.settle()
+    works.synchronize()
     assert tensor.item() == 3.0

@@ -53,16 +53,16 @@ def test_a_synchronous_collective_returns_before_it_has_ended(group: ProcessGrou
         assert (tensor + 1).tolist() == [2.0], "what is queued behind it runs behind it"
 
 
-def test_a_step_settles_when_its_collectives_have_ended(group: ProcessGroup) -> None:
+def test_a_step_synchronizes_when_its_collectives_have_ended(group: ProcessGroup) -> None:
     control.latency_s = 0.2
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
-    group.settle()
+    group.synchronize()
     assert tensor.item() == 1.0
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather", "reduce_scatter"])
-def test_a_step_does_not_settle_after_an_abort(group: ProcessGroup, collective: str) -> None:
+def test_a_step_does_not_synchronize_after_an_abort(group: ProcessGroup, collective: str) -> None:
     control.latency_s = NEVER_S
     tensor, into = torch.ones(1), torch.zeros(1)
     match collective:
@@ -76,25 +76,25 @@ def test_a_step_does_not_settle_after_an_abort(group: ProcessGroup, collective: 
             dist.reduce_scatter_tensor(into, tensor)
     threading.Timer(0.1, group.abort).start()
     with pytest.raises(GroupAborted):
-        group.settle()
+        group.synchronize()
 
 
 def test_a_step_waits_for_collectives_of_subgroups(group: ProcessGroup) -> None:
     mine = dist.new_group([0])
-    group.settle()
+    group.synchronize()
     control.latency_s = NEVER_S
     dist.all_reduce(torch.ones(1), group=mine)
     threading.Timer(0.1, group.abort).start()
     with pytest.raises(GroupAborted):
-        group.settle()
+        group.synchronize()
 
 
-def test_a_step_does_not_settle_after_an_aborted_barrier(group: ProcessGroup) -> None:
+def test_a_step_does_not_synchronize_after_an_aborted_barrier(group: ProcessGroup) -> None:
     control.latency_s = NEVER_S
     threading.Timer(0.1, group.abort).start()
     assert dist.barrier() is None
     with pytest.raises(GroupAborted):
-        group.settle()
+        group.synchronize()
 
 
 def test_a_step_waits_for_coalesced_operations(group: ProcessGroup) -> None:
@@ -106,7 +106,7 @@ def test_a_step_waits_for_coalesced_operations(group: ProcessGroup) -> None:
             dist.all_to_all_single(output, output.clone())
     (work,) = manager.works
     work.wait()
-    group.settle()
+    group.synchronize()
     assert [output.tolist() for output in outputs] == [[1.0], [1.0, 1.0]]
 
 
@@ -119,7 +119,7 @@ def test_an_abort_ends_a_barrier_on_the_host(group: ProcessGroup) -> None:
     assert work is not None
     with pytest.raises(GroupAborted):
         work.wait()
-        group.settle()
+        group.synchronize()
 
 
 def test_a_wait_is_not_repeated(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +135,11 @@ def test_a_wait_is_not_repeated(group: ProcessGroup, monkeypatch: pytest.MonkeyP
         return device_stream.record()
 
     monkeypatch.setattr(pending_works(), "_record", recording)
-    group.settle()
+    group.synchronize()
     assert not events
     dist.all_reduce(tensor)
-    group.settle()
-    group.settle()
+    group.synchronize()
+    group.synchronize()
     assert len(events) == 1
 
 

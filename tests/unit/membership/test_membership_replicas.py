@@ -22,9 +22,9 @@ from kit.membership_nodes import (
 
 from elastic.membership.decision import decide, propose, refusal, waiting_nodes, world_of
 from elastic.membership.records import NodeState, WorldRecord
-from elastic.membership.replicas import take_seat
+from elastic.membership.replicas import take_slot
 from elastic.membership.view import NodeView, Proposal, View
-from elastic.wire.messages import Cause, NodeReplica, ReplicaSeat, WorldState
+from elastic.wire.messages import Cause, NodeReplica, ReplicaSlot, WorldState
 
 LIMITS = (2, 6)
 
@@ -336,8 +336,8 @@ def test_a_quarantined_member_is_evicted_with_its_replica() -> None:
 # ── nodes whose workers start during training ────────────────────────────────────────────────
 
 
-def seat(node_id: str, start: str = "first") -> ReplicaSeat:
-    return ReplicaSeat(node_id=node_id, start=start)
+def slot(node_id: str, start: str = "first") -> ReplicaSlot:
+    return ReplicaSlot(node_id=node_id, start=start)
 
 
 def taken(
@@ -345,11 +345,11 @@ def taken(
 ) -> tuple[NodeReplica, ...]:
     """The replicas after ``who`` looked; all other nodes of ``starts`` are in their first start."""
     of = dict.fromkeys(starts.split(), "first") | {who: start}
-    return take_seat(replicas, seat(who, start), of, per_replica=2, nonce=f"nonce-{who}")
+    return take_slot(replicas, slot(who, start), of, per_replica=2, nonce=f"nonce-{who}")
 
 
 def ids(replicas: tuple[NodeReplica, ...]) -> list[list[str]]:
-    return [[s.node_id for s in replica.seats] for replica in replicas]
+    return [[s.node_id for s in replica.slots] for replica in replicas]
 
 
 def test_a_node_takes_the_free_seat_of_the_oldest_replica() -> None:

@@ -26,7 +26,7 @@ from elastic.membership.records import (
     Node,
     ProcessIdentity,
     Record,
-    ReplicaSeats,
+    ReplicaSlots,
     Secret,
     WorldRecord,
     decode,
@@ -87,7 +87,7 @@ def _of(name: str, hint: Any) -> st.SearchStrategy[Any]:
 any_record = st.one_of(
     *(
         records(cls)
-        for cls in (WorldRecord, Node, Leader, FailureReport, ReplicaSeats, Done, Secret)
+        for cls in (WorldRecord, Node, Leader, FailureReport, ReplicaSlots, Done, Secret)
     )
 )
 

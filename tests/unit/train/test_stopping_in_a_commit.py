@@ -31,7 +31,7 @@ class Rank:
         lifecycle = SimpleNamespace(
             is_changing=False,
             world=SimpleNamespace(generation=1, rank=0, size=1),
-            settle=lambda: None,
+            synchronize=lambda: None,
         )
         flags = SimpleNamespace(has_different_weights=False)
         self.session = Session(
