@@ -147,10 +147,20 @@ class StuckStore(MemoryStore):
         self.stuck = threading.Event()
         self.released = threading.Event()
 
-    def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> int:
+    def compare_and_swap(
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expected_revision: int | None,
+        lease: Lease | None = None,
+        basis: tuple[str, int] | None = None,
+    ) -> int | None:
         if self.stuck.is_set():
             self.released.wait()
-        return super().put(key, value, lease=lease)
+        return super().compare_and_swap(
+            key, value, expected_revision=expected_revision, lease=lease, basis=basis
+        )
 
 
 def test_an_agent_whose_node_thread_hangs_is_not_live() -> None:

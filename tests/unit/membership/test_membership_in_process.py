@@ -40,7 +40,9 @@ def members(*names: str) -> list[NodeView]:
 
 
 def report(name: str, generation: int) -> FailureReport:
-    return FailureReport(node_id=f"id-{name}", generation=generation, error="NCCL: remote error")
+    return FailureReport(
+        node_id=f"id-{name}", generation=generation, error="DistBackendError: NCCL: remote error"
+    )
 
 
 def test_a_ready_joining_node_switches_at_a_step_boundary() -> None:
@@ -212,7 +214,7 @@ def test_a_failure_report_leads_to_the_same_members() -> None:
     v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(report("n2", 7),))
     p = proposal(v)
     assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.FAILURE, False)
-    assert p.reason == "n2 reports: NCCL: remote error"
+    assert p.reason == "n2 reports: DistBackendError: NCCL: remote error"
 
 
 def test_reports_of_earlier_generations_or_of_non_members_are_ignored() -> None:
@@ -389,7 +391,7 @@ def test_the_reason_of_a_world_is_the_failure_and_not_the_broken_connections_to_
     v = view(SEVEN, *members("n1", "n2"), failed, failure_reports=(report("n2", 7),))
     assert proposal(v).reason == "n3 failed: ValueError: boom"
     alone = replace(v, nodes=(*members("n1", "n2", "n3"),), failing_since_s=NOW - 1)
-    assert proposal(alone).reason == "n2 reports: NCCL: remote error"
+    assert proposal(alone).reason == "n2 reports: DistBackendError: NCCL: remote error"
 
 
 def test_a_failed_build_waits_for_the_member_that_knows_the_cause() -> None:
