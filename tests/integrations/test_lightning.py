@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,11 +121,18 @@ DEATHS = {
 }
 
 
-def test_an_everyday_script_equals_plain_lightning(lightning: Make) -> None:
+QUICK = ("a training step of rank 0", "a validation", "a save of rank 0")
+
+
+@pytest.mark.parametrize(
+    "places", [QUICK, pytest.param(DEATHS, marks=pytest.mark.slow)], ids=["quick", "all"]
+)
+def test_an_everyday_script_equals_plain_lightning(lightning: Make, places: Iterable[str]) -> None:
     jobs = lightning(**EVERYDAY)
-    jobs.assert_as_plain("elastic", jobs.run("elastic"), workers=SIZE)
-    for name, place in DEATHS.items():
-        outcome = jobs.run(name, death=death(*place))
+    if places is not QUICK:
+        jobs.assert_as_plain("elastic", jobs.run("elastic"), workers=SIZE)
+    for name in places:
+        outcome = jobs.run(name, death=death(*DEATHS[name]))
         assert outcome.died_at
         jobs.assert_as_plain(name, outcome, workers=SIZE - 1)
     outcome = jobs.run("join", death=death("training step", 12, 2), is_replaced=True)
