@@ -68,7 +68,7 @@ class KeptOutput:
         self._broken: set[str] = set()  # of the agent's streams: their reader has exited
         self._lock = threading.Lock()  # one reads and keeps
         self._thread: threading.Thread | None = None
-        self._is_closing = False
+        self._is_closing = self._has_failed = False
         self._log = get_logger()
         self._handler = _Handler(self._keep_log)
         for known in self._log.handlers[:1]:
@@ -174,7 +174,12 @@ class KeptOutput:
             except OSError:  # nothing now
                 return False
             self._pass_on(channel.stream, data)
-            self._keep(channel, channel.lines.feed(data, self._clock.monotonic()))
+            try:
+                self._keep(channel, channel.lines.feed(data, self._clock.monotonic()))
+            except Exception:  # noqa: BLE001  else its worker would wait for a reader
+                if not self._has_failed:
+                    self._has_failed = True
+                    self._log.exception("output of workers could not be kept for `elastic logs`")
             return bool(data)
 
     def _pass_on(self, stream: str, data: bytes) -> None:

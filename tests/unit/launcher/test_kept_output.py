@@ -113,6 +113,22 @@ def test_output_is_kept_when_nobody_reads_the_agents_stream(
     os.close(closed)
 
 
+def test_a_failure_to_keep_output_stops_no_worker(
+    kept: KeptOutput, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(channel: object, lines: object) -> None:
+        raise RuntimeError("of the journal")
+
+    destinations = kept.redirect(inherited())
+    monkeypatch.setattr(kept, "_keep", fail)
+    run_worker(destinations, "for _ in range(10): print('x' * 50_000, flush=True)")
+    monkeypatch.undo()
+    kept.close()
+    captured = capfd.readouterr()
+    assert captured.out.count("x") == 500_000
+    assert captured.err.count("could not be kept") == 1
+
+
 def test_files_of_torchrun_stay_with_it(kept: KeptOutput, folder: Path, tmp_path: Path) -> None:
     given = LogsDest(stdouts={0: "/logs/0/stdout.log"}, stderrs={0: os.devnull})
     assert kept.redirect(given) == given
