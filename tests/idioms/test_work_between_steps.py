@@ -35,7 +35,7 @@ dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
 loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
 run.state.update(saved=[], values=0.0, epoch=0)
 trained = []  # by this process: steps in which it had a batch
-meet = Units._meet
+meet = Units._barrier
 
 
 def die_at(name, *, is_last=False):
@@ -57,7 +57,7 @@ def meet_or_die(units):
     die_at("after the meeting")
 
 
-Units._meet = meet_or_die
+Units._barrier = meet_or_die
 
 
 def save(epoch):
