@@ -12,9 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Each run of pytest lists its slowest tests, and `make test` those of both runs.
 DURATIONS := build/durations
 SLOWEST = --durations=25 --durations-min=1 --junitxml=$(DURATIONS)/$@.xml
-# Three files at a time, or four for cluster tests: services and nodes often wait.
+# Two files at a time, or four for cluster tests, whose nodes mostly wait. With three, both cores are full and all is slower.
 BY_FILE = --dist loadfile --no-loadscope-reorder $(SLOWEST)
-PYTEST = $(BIN)/pytest -n 3 $(BY_FILE)
+PYTEST = $(BIN)/pytest -n 2 $(BY_FILE)
 # A guarantee's cheapest proof: within ten minutes on two cores. `make test-all` adds those marked slow.
 TIER := not soak and not slow
 # One run of mypy for everything: a run per folder would read torch's types again. Module names must
