@@ -56,8 +56,8 @@ class FailedBuilds:
         has_run: bool = True,
     ) -> tuple[str, ...]:
         """A world of ``members`` (in rank order) broke; ``reports`` has the nodes for which each
-        reporter waited in vain. Without reports, a world that some member has run resets all
-        counts. If none has, the reports are late: another member was released first.
+        reporter waited without success. Without reports, a world that some member has run resets
+        all counts. If none has, the reports are late: another member was released first.
 
         Returns the nodes to be excluded now.
         """

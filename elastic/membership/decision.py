@@ -177,7 +177,7 @@ def _can_join(node: Node, in_process: bool) -> bool:
         # because it was cut off. Its workers are about to be restarted: the job does not wait for
         # them.
         return node.in_process and node.running is None
-    # Its workers wait for the rest of a replica, perhaps in vain: they can be restarted.
+    # Its workers wait for the rest of a replica, which may not come: they can be restarted.
     waits = node.state is NodeState.STARTING and bool(node.replica_start) and node.running is None
     return (node.state is NodeState.ARRIVED or waits) and not in_process
 
