@@ -159,5 +159,8 @@ def test_a_restore_error_of_one_rank_ends_all_ranks(tmp_path: Path) -> None:
     outcome = launch(tmp_path, 2, "--checkpoints", saved)
     assert outcome.code != 0
     assert "CheckpointRequired: none of the" in outcome.stderr
+    # torchrun terminates the other rank as soon as it sees the first one exit, so the other may
+    # not get to print its own error.
     of_another = "TrainingError: this rank ends because rank 0 could not restore the state ("
-    assert f"{of_another}CheckpointRequired: none of the" in outcome.stderr
+    terminated = "closing signal SIGTERM" in outcome.stderr
+    assert terminated or f"{of_another}CheckpointRequired: none of the" in outcome.stderr
