@@ -130,8 +130,7 @@ class _Terminal:
             cwd=self._cwd(),
             env=self._environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE,  # stderr has what depends on the machine, such as slow answers
             text=True,
             timeout=DEADLINE_S,
             check=True,

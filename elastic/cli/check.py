@@ -675,9 +675,14 @@ def _print(report: CheckReport) -> None:
     for run in report.runs:
         style = colours.get(run.verdict, "bold red")
         shown = run.message if run.verdict == "ok" else f"{_VERDICTS[run.verdict]}: {run.message}"
-        lines = "\n".join([shown, *(f"→ {text}" for text in run.advice)])
-        table.add_row(Text(run.name), Text(lines, style=style), f"{run.seconds:.1f}")
-    console.print(table)
+        lines = [shown, *(f"→ {text}" for text in run.advice)]
+        if sys.stdout.isatty():
+            cell = Text("\n".join(lines), style=style)
+            table.add_row(Text(run.name), cell, f"{run.seconds:.1f}")
+        else:  # a sentence in a table would be as wide as the longest one
+            print(f"{run.name} ({run.seconds:.1f} s): " + "\n    ".join(lines))
+    if table.row_count:
+        console.print(table)
     for note in report.notes:
         console.print(f"note: {note}")
     console.print(report.sentence())

@@ -97,7 +97,7 @@ def live_page(snapshot: JobSnapshot, server: str) -> str:
     """The page, readable without JavaScript. ``server``: identifies this start of the server."""
     view, report = snapshot.view, snapshot.report
     nodes = [*view.members, *view.joining] if view is not None else []
-    broken = view.breakages[-_MAX_INCIDENTS:] if view is not None else ()
+    broken = view.incidents[-_MAX_INCIDENTS:] if view is not None else ()
     generation = view.world.generation if view is not None and view.world is not None else None
     rows = Rows([_node(view, n) for n in nodes[:_MAX_NODES] if view], _MAX_NODES)
     rows.hidden = max(0, len(nodes) - _MAX_NODES)

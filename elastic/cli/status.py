@@ -69,7 +69,7 @@ def document(view: JobView) -> dict[str, Any]:
         "replica_size": world.replica_size if world is not None else None,
         "leader": view.leader.node_id if view.leader is not None else None,
         "nodes": [_node(view, node) for node in (*view.members, *view.joining)],
-        "incidents": [_incident(b) for b in view.breakages],
+        "incidents": [_incident(b) for b in view.incidents],
         "done": None
         if view.done is None
         else {
@@ -97,7 +97,7 @@ def node_document(view: JobView, node: Node) -> dict[str, Any]:
         "tls": node.tls,
         "failure": node.failure,
         "failure_exit_code": node.failure_exit_code,
-        "incidents": [_incident(b) for b in view.breakages if node.name in names_in(b)],
+        "incidents": [_incident(b) for b in view.incidents if node.name in names_in(b)],
     }
     return _described(view, "node", fields)
 
@@ -340,7 +340,7 @@ def lines(view: JobView, *, is_wide: bool = False) -> Iterator[str]:
         for row in rows:
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             yield "   ".join(cells).rstrip()
-    broken = view.breakages[-5:]
+    broken = view.incidents[-5:]
     if broken:
         yield ""
         yield "recent incidents:"

@@ -17,9 +17,9 @@ NEXT = """\
 # the ordinary script
 torchrun --standalone --nproc-per-node=2 before.py 4 2
 # on three nodes
-elastic run --nodes-local 3 --embedded-etcd --nnodes 2:3 after.py 250 100
+elastic run --nodes-local 3 --embedded-etcd --nnodes 2:3 after.py 2000 100 --batch_size 2
 # meanwhile, in another terminal
-kill -9 $(pgrep -of 'python3? -u after.py')"""
+kill -9 $(pgrep -nf -- '-u after.py')"""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -329,9 +329,19 @@ class JobView:
 
     @property
     def breakages(self) -> tuple[BreakageRecord, ...]:
-        """The incidents recorded in etcd, oldest first."""
+        """The worlds that broke or shrank, as recorded in etcd, oldest first."""
         known = self.world.breakages if self.world is not None else ()
         return known or (self.done.breakages if self.done is not None else ())
+
+    @property
+    def incidents(self) -> tuple[BreakageRecord, ...]:
+        """Those that were not planned: without the departures that `elastic stop` asked for."""
+
+        def is_planned(b: BreakageRecord) -> bool:
+            stopped = self.stop is not None and b.time_s >= self.stop.time_s
+            return stopped and bool(b.left) and not (b.lost or b.failures)
+
+        return tuple(b for b in self.breakages if not is_planned(b))
 
     @property
     def state(self) -> JobCondition:

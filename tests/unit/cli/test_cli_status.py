@@ -45,6 +45,7 @@ from elastic.membership.records import (
     Leader,
     NodeState,
     Outcome,
+    Stop,
     WorldRecord,
     encode,
 )
@@ -230,6 +231,16 @@ def test_missing_nodes_are_named_most_recent_first(training: Job) -> None:
     assert [(n.name, view.state_of(n)) for n in view.nodes] == [("n1", "ready"), ("n2", "lost")]
     training.put_world(replace(paused, breakages=(*paused.breakages, replace(newer, lost=("n5",)))))
     assert "; and 1 more" in sentence(training.view())
+
+
+def test_departures_that_a_stop_asked_for_are_no_incidents(training: Job) -> None:
+    record = training.view().world
+    assert record is not None
+    departed = replace(record.breakages[0], lost=(), left=("n1",), failures=(), time_s=NOW - 1)
+    training.put_world(replace(record, breakages=(*record.breakages, departed)))
+    assert [b.left for b in training.view().incidents] == [(), ("n1",)]
+    training.store.put(KEYS.stop, encode(Stop(by="user@host", time_s=NOW - 2)))
+    assert [b.left for b in training.view().incidents] == [()]
 
 
 @pytest.fixture

@@ -19,12 +19,14 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import checkpoints
+from checkpoints import CheckpointError
 from checkpoints.commit import read_manifest
 from checkpoints.objects import storage_for
 from checkpoints.tensors import local_of
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, TrainingError
 from elastic.groups.replica import ModelReplica, ReplicaProcessGroup
 from elastic.groups.world import ReplicaMesh
+from elastic.train import shards
 from elastic.train.copies import WeightCopies
 from elastic.train.current import CurrentStep
 from elastic.train.optimizers import OptimizerWatch
@@ -298,3 +300,20 @@ def test_a_world_may_end_before_its_first_step(mesh: DeviceMesh, steps: int) -> 
         module.leave_world()
     finally:
         group.destroy(is_for_next=True)
+
+
+def test_the_failure_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others name that rank and its error; it raises the error itself."""
+    own = CheckpointError("no checkpoint can be loaded")
+
+    def fails() -> None:
+        raise own
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "all_gather_json", lambda report: [report, None])
+        with pytest.raises(CheckpointError) as raised:
+            shards.on_all_ranks(cast(Any, None), fails)
+        assert raised.value is own
+        patch.setattr(shards, "all_gather_json", lambda _: [f"CheckpointError: {own}", None])
+        with pytest.raises(TrainingError, match="rank 0 could not restore the state"):
+            shards.on_all_ranks(cast(Any, None), int)
