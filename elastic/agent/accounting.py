@@ -24,6 +24,7 @@ from elastic.membership.failures import (
 from elastic.membership.records import BreakageRecord, Done, FailureRecord, Keys, WorldRecord
 from elastic.membership.view import MemberStatus, Proposal, StepRate
 from elastic.tracebacks import condense, exception_line, innermost_place
+from elastic.tuning.intervals import HEALTHY_S
 from elastic.tuning.options import AgentOptions
 from elastic.wire.messages import Cause, WorldState
 
@@ -168,7 +169,7 @@ class FailureAccounting:
         self._policy = budget.FailureBudget(
             budget=options.failure_budget,
             failure_window_s=options.failure_window_s,
-            healthy_s=options.healthy_s,
+            healthy_s=min(HEALTHY_S, options.failure_window_s / 4),
             collective_timeout_s=options.collective_timeout_s,
         )
         self._breakages: list[budget.Breakage] = []

@@ -55,9 +55,9 @@ def read_end(context: NodeContext) -> None:
 
 def _write_timeline(context: NodeContext, done: Done) -> None:
     """Called before the main thread receives the end, whose error contains the page."""
-    keys, options = context.keys, context.options
+    keys = context.keys
     page = accounting.render(done, keys)
-    folder = options.hang_report_folder or chosen_journal()
+    folder = chosen_journal()
     name = f"failure-timeline-{context.status.node.name}"
     path, problem = ReportFolder(folder).write_page(name, page)
     place = f"(this page is {path})" if path else f"({problem})"

@@ -97,7 +97,7 @@ class Hangs:
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         options, node = context.options, context.status.node
-        folder = options.hang_report_folder or chosen_journal()
+        folder = chosen_journal()
         self._response = HangResponse(
             node=node.name,
             acts=options.hang_detection == "on",

@@ -20,6 +20,10 @@ from elastic.membership.records import Done, Node, NodeState, WorldRecord
 from elastic.telemetry.log import get_logger
 from elastic.wire.messages import WorldState
 
+# An agent's thread without progress for this long is hung. Torch gives stopped workers 30 s, and
+# waits as long again after SIGKILL (elastic/multiprocessing/api.py, 2.11 to 2.15); its main thread
+# does nothing else in the meantime.
+HUNG_AFTER_S = 1.5 * 60.0
 # A connection to a probe or to /metrics is closed after this: clients send one short request.
 HEALTH_CONNECTION_S = 2.0
 # The server's thread runs this often, and closes expired connections.
@@ -82,11 +86,11 @@ class HealthStatus:
 Routes = Mapping[str, Callable[[], Answer]]
 
 
-def routes_of(status: NodeStatus, hung_after_s: float) -> Routes:
+def routes_of(status: NodeStatus) -> Routes:
     """The paths and their responses. They take no lock: a hung thread that holds one must not
     block the response that reports it."""
     return {
-        "/livez": lambda: liveness(status.watchdog.silences_s(), hung_after_s),
+        "/livez": lambda: liveness(status.watchdog.silences_s()),
         "/readyz": lambda: readiness(
             status.node,
             status.world,
@@ -97,14 +101,14 @@ def routes_of(status: NodeStatus, hung_after_s: float) -> Routes:
     }
 
 
-def liveness(silences_s: Mapping[str, float], hung_after_s: float) -> HealthStatus:
-    """Whether every thread has made progress within ``hung_after_s``."""
+def liveness(silences_s: Mapping[str, float]) -> HealthStatus:
+    """Whether every thread has made progress within HUNG_AFTER_S."""
     for thread, silent_s in silences_s.items():
-        if silent_s > hung_after_s:
+        if silent_s > HUNG_AFTER_S:
             return HealthStatus(
                 False,
                 f"{thread} has made no progress for {silent_s:.1f} s "
-                f"(hung_after_s={hung_after_s:g})",
+                f"(the limit is {HUNG_AFTER_S:g} s)",
             )
     return HealthStatus(True, "the agent's threads make progress")
 

@@ -53,6 +53,7 @@ from elastic.telemetry.events import (
     Waiting,
     WorldFormed,
 )
+from elastic.tuning.intervals import PROBE_S
 from elastic.wire.messages import Cause, WorldReference, WorldState
 
 # A new leader waits this long for running worlds to be registered: longer than the cap of the
@@ -76,7 +77,7 @@ LEADER_UNLISTED_S = 1.0
 # Probes of the nodes whose liveness is in question, on separate threads.
 
 _MAX_PROBES = 16  # at the same time
-# Of them, of nodes that are known to be silent: each takes probe_s, and no decision waits for it.
+# Of them, of nodes that are known to be silent: each takes PROBE_S, and no decision waits for it.
 _MAX_RECHECKS = 8
 
 
@@ -133,7 +134,7 @@ class Prober:
         if proved_gone(process, self._context.status.node.process):
             verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
         else:
-            timeout_s, clock = self._context.options.probe_s, self._context.clock
+            timeout_s, clock = PROBE_S, self._context.clock
             key = self._context.secret.key(LIVENESS)
             verdict = probe(
                 host,

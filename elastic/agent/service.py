@@ -1317,7 +1317,7 @@ class NodeService:
     @property
     def probes(self) -> Routes:
         """The responses of ``/livez``, ``/readyz`` and ``/metrics``."""
-        probes = routes_of(self.status, self._context.options.hung_after_s)
+        probes = routes_of(self.status)
         return {**probes, "/metrics": self._metrics_page}
 
     def _metrics_page(self) -> MetricsPage:

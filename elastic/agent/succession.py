@@ -27,7 +27,7 @@ from elastic.membership.records import (
 from elastic.membership.view import Liveness
 from elastic.store.keyvalue import Entry, KeyValue, Lease
 from elastic.telemetry.events import LeaderChanged, Waiting
-from elastic.tuning.intervals import ASK_MEMBERS_S
+from elastic.tuning.intervals import ASK_MEMBERS_S, PROBE_S
 
 # A follower that could not follow the leader's key retries after this.
 FOLLOW_AGAIN_S = 0.5
@@ -370,7 +370,7 @@ class Succession:
                 leader.liveness_port,
                 leader.node_id,
                 key=self._context.secret.key(LIVENESS),
-                timeout_s=self._context.options.probe_s,
+                timeout_s=PROBE_S,
                 tls=self._context.tls,
                 clock=self._context.clock,
             )

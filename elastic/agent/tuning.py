@@ -25,10 +25,9 @@ IN_PROCESS = "in-process"
 
 
 def check(options: AgentOptions, environ: Mapping[str, str], *, max_nodes: int) -> None:
-    """Called before etcd is contacted: raises ConfigError for an impossible profile, interface or
-    network."""
+    """Called before etcd is contacted: raises ConfigError for an impossible profile or network."""
     network = read_network()
-    configured_address(None, options.network, None)
+    configured_address(None, options.network)
     given = given_settings(environ)
     _effective(options, network, given, (), max_nodes, own_address="", is_configured=False)
 
@@ -103,7 +102,6 @@ def _effective(
         own_address=own_address,
         is_configured=is_configured or options.network is not None,
         peers=peers,
-        interface=options.interface,
         own_network=options.network,
     )
     return effective(

@@ -181,7 +181,7 @@ def _with(report: Report, finding: Finding) -> Report:
 
 def _start_probes(plan: ExaminationPlan, endpoint: tuple[str, int]) -> dict[str, Probe]:
     options = plan.options
-    address = configured_address(plan.local_addr, options.network, options.pod_ip)
+    address = configured_address(plan.local_addr, options.network)
     wanted: dict[str, Sequence[object]] = {"network": (address, *endpoint)}
     wanted |= dict.fromkeys(("shm", "limits", "gpu", "versions"), ())
     if plan.folder:

@@ -85,7 +85,7 @@ def of_this_machine(
 ) -> WorkerEnvironment:
     """The environment that an agent with these options gives its workers."""
     _, max_nodes = node_range(args.nnodes)
-    told = configured_address(args.local_addr, options.network, options.pod_ip, network.addresses())
+    told = configured_address(args.local_addr, options.network, network.addresses())
     peers = [args.leader] if args.leader else []
     if args.leader and source_address(args.leader) is None:
         raise ConfigError(
@@ -98,7 +98,6 @@ def of_this_machine(
         own_address=told,
         is_configured=bool(told),
         peers=peers,
-        interface=options.interface,
         own_network=options.network,
     )
     return effective(

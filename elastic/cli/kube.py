@@ -29,7 +29,7 @@ from elastic.cli.kube_parts import (
 )
 from elastic.cli.run import node_range
 from elastic.errors import ConfigError
-from elastic.tuning.intervals import for_pod
+from elastic.tuning.intervals import leave_grace_s
 
 # ----------------------------------------------------------------------------
 # The flags of ``elastic kube render``, and rules between them. Everything is checked here, before
@@ -317,7 +317,7 @@ def _grace(grace_s: int | None, chosen: Sequence[str]) -> int | None:
             f"--grace={grace_s} with --with=spot, which sets it to the clouds' preemption notice",
             hint="omit one of the two",
         )
-    for_pod(grace_s)
+    leave_grace_s(grace_s)
     return grace_s
 
 
@@ -748,7 +748,7 @@ def _literals(wanted: Overlay) -> Iterator[tuple[str, object]]:
         yield "PET_NPROC_PER_NODE", wanted.processes
     if wanted.grace_s is not None:
         yield "ELASTIC_TERMINATION_GRACE_S", wanted.grace_s
-        yield "PET_SHUTDOWN_TIMEOUT", int(for_pod(wanted.grace_s).shutdown_timeout_s)
+        yield "PET_SHUTDOWN_TIMEOUT", int(leave_grace_s(wanted.grace_s))
     if wanted.prefix is not None:
         yield "ELASTIC_PREFIX", wanted.prefix
     if wanted.run_id is not None:

@@ -292,7 +292,7 @@ def _remedy(best: MeasuredPath, other: str, shared: AbstractSet[str]) -> str:
         )
     return (
         f"{start}, for the store, state transfer, NCCL and gloo; or set "
-        f"ELASTIC_INTERFACE={best.their_interface} for NCCL and gloo only"
+        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME={best.their_interface} for these alone"
     )
 
 
@@ -510,7 +510,7 @@ def preflight(
 ) -> list[Finding]:
     """Check this node, its permissions in etcd, and its connection to the job's leader."""
     etcd_address = (endpoint.host, endpoint.port) if endpoint else ("", 0)
-    arguments = (configured_address(local_addr, options.network, options.pod_ip), *etcd_address)
+    arguments = (configured_address(local_addr, options.network), *etcd_address)
     # Processes only for checks that may hang: name resolution, and an installed driver.
     network = Probe("network", arguments, deadline_s=PREFLIGHT_PROBES_S)
     gpu = Probe("gpu", (), deadline_s=PREFLIGHT_PROBES_S) if checks.has_gpu_driver() else None

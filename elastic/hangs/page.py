@@ -22,8 +22,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from elastic.tuning.intervals import (
+    HANG_SCRIPT_TIMEOUT_S,
+    HANG_TIMEOUT_S,
     STEP_SUMS_S,
-    Timeouts,
 )
 
 # The first steps of a world allocate, tune and compile: each may take this long.
@@ -200,9 +201,9 @@ _SUSPICION = 0.4
 class BudgetPolicy:
     """Lower limits of budgets, in seconds. ``hang_timeout_s`` is for phases of every step."""
 
-    hang_timeout_s: float = Timeouts.hang_timeout_s
+    hang_timeout_s: float = HANG_TIMEOUT_S
     # For the script's own code, evaluation, checkpoints and compilation.
-    outside_step_s: float = Timeouts.hang_script_timeout_s
+    outside_step_s: float = HANG_SCRIPT_TIMEOUT_S
     first_steps_s: float = HANG_FIRST_STEPS_S
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
+from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.hangs import kernel, stacks
 from elastic.hangs.page import MAX_SHOWN_RANKS, Phase, RankFacts, StackGroup
 from elastic.hangs.verdict import MAX_ENTRIES, FlightEntry, HangAction, Judgment, judge_stopped
@@ -163,22 +163,6 @@ def _remove_oldest_folders(base: Path) -> None:
                 lines.append((status.st_mtime, path))
     for _, path in sorted(lines, reverse=True)[_KEPT_FOLDERS:]:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def check_folder(folder: str | None) -> None:
-    """Raise ConfigError unless reports can be written there."""
-    if folder is None:
-        return
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"hang_report_folder={folder} cannot be written to: {error}",
-            hint="set it with --rdzv-conf=hang_report_folder=... or ELASTIC_HANG_REPORT_FOLDER to "
-            "a folder that this user may write to, or omit it",
-        ) from None
 
 
 def as_json(report: HangReport) -> str:

@@ -30,7 +30,6 @@ from elastic.agent.identity import is_loopback
 from elastic.agent.node import JobSucceeded, node_tls
 from elastic.doctor.checks import Status
 from elastic.errors import SYSTEM_CLOCK, ConfigError, ElasticError, NodeUnfit, StoreFull
-from elastic.hangs.report import check_folder
 from elastic.launcher import torch_agent
 from elastic.launcher.launch import (
     JobAccess,
@@ -73,7 +72,6 @@ def create(
     options = read_options(parameters.config, os.environ, for_program=is_program)
     run_id = _run_id(parameters)
     tuning.check(options, os.environ, max_nodes=parameters.max_nodes)
-    check_folder(options.hang_report_folder)
     tls = node_tls(options)
     config = etcd_config(parameters.endpoint, options)
     is_etcd_local = all(is_loopback(endpoint.host) for endpoint in config.endpoints)

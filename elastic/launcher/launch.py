@@ -242,7 +242,7 @@ def describe_node(
         nproc=0,
         role="",
         address=own_address(
-            configured_address(parameters.local_addr, options.network, options.pod_ip),
+            configured_address(parameters.local_addr, options.network),
             store.endpoint,
             within_s=options.connect_timeout_s,
         ),
@@ -665,7 +665,7 @@ class Launch:
             self._journal,
             max_nodes=node.max_nodes,
             own_address=node.address,
-            is_configured=bool(parameters.local_addr or options.pod_ip),
+            is_configured=bool(parameters.local_addr),
         )
         self._tuned: dict[str, str | None] = {}
         self.notice = RestartNotice(options.mode)

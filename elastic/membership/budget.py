@@ -19,10 +19,10 @@ from elastic.membership.failures import (
 from elastic.membership.records import FailureRecord
 from elastic.tracebacks import exception_line, exception_type, innermost_place, normalize
 from elastic.tuning.intervals import (
+    COLLECTIVE_TIMEOUT_S,
     FAILURE_WINDOW_S,
     HEALTHY_S,
     QUARANTINE_S,
-    Timeouts,
 )
 
 # A node that is quarantined again and again is so for up to this many times quarantine_s.
@@ -207,7 +207,7 @@ class FailureBudget:
     # In-process steps are never lost: twenty between failures are progress.
     healthy_steps: int = 20
     same_error: int = 3  # worlds in a row, or at one step, that the same error may break
-    collective_timeout_s: float = Timeouts.collective_timeout_s  # named in a reason
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S  # named in a reason
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,12 @@ from elastic.membership.records import (
 )
 from elastic.tracebacks import exception_line
 from elastic.tuning.intervals import (
-    Timeouts,
+    JOIN_TIMEOUT_S,
+    JOIN_WINDOW_S,
+    LAST_CALL_S,
+    TAKEOVER_S,
+    TERMINATION_GRACE_S,
+    leave_grace_s,
 )
 from elastic.tuning.options import AgentOptions
 from elastic.wire.messages import Cause, WorldReference, WorldState
@@ -117,15 +122,15 @@ class Policy:
 
     min_nodes: int
     max_nodes: int
-    last_call_s: float = Timeouts.last_call_s
-    join_window_s: float = Timeouts.join_window_s
-    join_timeout_s: float = Timeouts.join_timeout_s
-    takeover_s: float = Timeouts.takeover_s
+    last_call_s: float = LAST_CALL_S
+    join_window_s: float = JOIN_WINDOW_S
+    join_timeout_s: float = JOIN_TIMEOUT_S
+    takeover_s: float = TAKEOVER_S
     failure_settle_s: float = FAILURE_SETTLE_S
     origin_settle_s: float = ORIGIN_SETTLE_S
     suspect_s: float = SUSPECT_S
     cut_off_s: float = CUT_OFF_S
-    leave_grace_s: float = Timeouts.leave_grace_s
+    leave_grace_s: float = leave_grace_s(TERMINATION_GRACE_S)
 
     @property
     def leave_s(self) -> float:
@@ -141,7 +146,7 @@ class Policy:
             min_nodes=node.min_nodes,
             max_nodes=node.max_nodes,
             last_call_s=options.last_call_s,
-            join_window_s=options.join_window_s,
+            join_window_s=min(JOIN_WINDOW_S, options.last_call_s),
             join_timeout_s=options.join_timeout_s,
             takeover_s=options.takeover_s,
             leave_grace_s=options.leave_grace_s,

@@ -414,7 +414,7 @@ def leaving_s() -> float:
     Raises:
         ConfigError: the pod's grace period is not a number of seconds.
     """
-    return intervals.of_environment(os.environ).checkpoint_budget_s
+    return intervals.checkpoint_budget_s(intervals.termination_grace_of(os.environ))
 
 
 class Peers(Enum):

@@ -557,7 +557,6 @@ def choose_route(
     own_address: str,
     is_configured: bool,
     peers: Sequence[str],
-    interface: str | None = None,
     own_network: str | None = None,
     source: Callable[[str], str | None] = source_address,
 ) -> Route | None:
@@ -566,19 +565,12 @@ def choose_route(
     Args:
         max_nodes: of the job.
         own_address: where the other nodes reach this one.
-        is_configured: whether that address was configured (``--local-addr``, ``pod_ip``,
+        is_configured: whether that address was configured (``--local-addr``,
             ``network``).
         peers: addresses of the other nodes, the leader's first; none are known to the first node.
-        interface: its name, if configured.
         own_network: the option ``network``, which contains that address.
         source: which of this machine's addresses the kernel uses towards another.
-
-    Raises:
-        ConfigError: there is no interface of that name.
     """
-    if interface is not None:
-        _require(interface, "interface", network)
-        return Route(interface, "the interface is configured")
     if max_nodes == 1 and network.interface(LOOPBACK) is not None:
         return Route(LOOPBACK, "all ranks are on this machine")
     own = network.with_address(own_address)

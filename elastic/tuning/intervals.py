@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 
 from elastic.errors import ConfigError
 
 # ----------------------------------------------------------------------------
 # The fixed intervals that several modules share, each with its reason.
 #
-# Intervals that are options, or checked against each other, are in :class:`Timeouts`.
 # docs/timeouts.md is generated from this file (scripts/timeouts_table.py): the comment above a
 # constant is its reason there.
 
@@ -108,22 +106,32 @@ CLUSTER_BACKOFF_CAP_S = 30.0
 DOCTOR_LEASE_S = 10.0
 
 # ----------------------------------------------------------------------------
-# Every interval of a job in one place, derived from a few numbers and checked against each other.
-#
-# Intervals that are set independently eventually contradict each other: a lease that is longer
-# than the takeover, a last checkpoint that the kubelet interrupts. :class:`Timeouts` refuses such
-# sets, with both values and the remedy.
-#
-# The time of a leaving node, from SIGTERM to SIGKILL::
-#
-#     0           boundary_s                        shutdown_timeout_s          termination_grace_s
-#     │ SIGTERM      │ step done, the others informed      │ remaining processes      │ SIGKILL
-#     ├──────────────┼─────────────────────────────────────┼──────────────────────────┤
-#     │ finish step  │ checkpoint_budget_s: the last save  │ exit_grace_s: agent's end  │
-#
-# A job with ``elastic.join()`` uses the first two parts in order (``leave_grace_s``); torchrun
-# gives any other script ``--shutdown-timeout`` from its SIGTERM on. No job does both, so both have
-# the same value.
+# Of the options of an agent (elastic/tuning/options.py): defaults, and what follows from them.
+
+# A silent node counts as alive for this long; etcd grants no less than about 2 s.
+LEASE_S = 4.0
+# How long a suspected node may take to answer a probe; below lease_s.
+PROBE_S = 0.3
+# After this long a world may form without proof that the last one is dead; above four leases.
+TAKEOVER_S = 300.0
+# How long to wait for more nodes once the minimum has arrived.
+LAST_CALL_S = 3.0
+# Nodes that join a running job within this window, or last_call_s if that is less, are admitted
+# together.
+JOIN_WINDOW_S = 1.0
+# How long to wait for the minimum of nodes before the job ends.
+JOIN_TIMEOUT_S = 600.0
+# From SIGTERM to SIGKILL of this node: Kubernetes' default.
+TERMINATION_GRACE_S = 30.0
+# A rank without a sign of progress for this long inside a step, or for a multiple of its recent
+# durations, hangs if others wait for it (elastic/hangs/page.py).
+HANG_TIMEOUT_S = 3.5
+# The same outside of a step, for evaluations and checkpoints.
+HANG_SCRIPT_TIMEOUT_S = 900.0
+# A collective fails after this long, whichever rank is missing: the process group's timeout. It
+# is the fallback of hang detection, so by default at least twice hang_script_timeout_s, and
+# long enough for an evaluation on one rank.
+COLLECTIVE_TIMEOUT_S = 1800.0
 
 # Leaving, and NCCL ------------------------------------------------------------------------------
 # For the agent to end: the others continue without it (2 s), one call to a silent etcd (5 s), the
@@ -133,12 +141,10 @@ EXIT_GRACE_S = 10.0
 # then announced two steps ahead, in the middle of a third.
 ANNOUNCE_S = 1.0
 STEPS_TO_BOUNDARY = 3
+# From SIGTERM until the workers have left their last step, if a step takes a second.
+BOUNDARY_S = ANNOUNCE_S + STEPS_TO_BOUNDARY * 1.0
 # The shortest useful checkpoint budget: an fsync on shared storage takes that long.
 MIN_CHECKPOINT_S = 1.0
-# Torch gives stopped workers 30 s, and waits as long again after SIGKILL
-# (elastic/multiprocessing/api.py, 2.11 to 2.15); its main thread does nothing else in the meantime,
-# but is not hung.
-TORCH_STOPS_WORKERS_S = 60.0
 # An abort of NCCL's communicators takes milliseconds, or hangs. Training stops while a worker waits
 # for it, and a restart of the worker costs about as long as this.
 ABORT_S = 10.0
@@ -154,7 +160,7 @@ STOP_GRACE_S = 1.0
 MIN_HANG_TIMEOUT_S = 0.5
 # The variable that passes peer_silence_s to workers.
 PEER_SILENCE = "ELASTIC_PEER_SILENCE_S"
-_LEASES_TO_TAKEOVER = 4.0
+LEASES_TO_TAKEOVER = 4.0
 # A TCP connection is given up when the other machine has acknowledged nothing for this many leases:
 # later than the lease of a lost machine, which is stronger evidence, and soon enough for a single
 # broken connection. Raising lease_s to tolerate gaps in the network raises both.
@@ -166,154 +172,51 @@ _LEASES_TO_SILENCE = 1.5
 _PERMISSION_SHARE = 7 / 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """A consistent set of intervals, in seconds.
-
-    Raises:
-        ConfigError: two of them contradict each other; the message names both, the hint a remedy.
-    """
-
-    # How long a suspected node may take to answer a probe; below lease_s.
-    probe_s: float = 0.3
-    # A silent node counts as alive for this long; etcd grants no less than about 2 s.
-    lease_s: float = 4.0
-    # After this long a world may form without proof that the last one is dead; above four leases.
-    takeover_s: float = 300.0
-
-    # How long to wait for more nodes once the minimum has arrived.
-    last_call_s: float = 3.0
-    # Nodes that join a running job within this window are admitted together.
-    join_window_s: float = 1.0
-    # How long to wait for the minimum of nodes before the job ends.
-    join_timeout_s: float = 600.0
-
-    # The slowest step to plan for when a node leaves.
-    step_time_s: float = 1.0
-    # For the last checkpoint: the rest of shutdown_timeout_s after the boundary of a step.
-    checkpoint_budget_s: float = 16.0
-    # A leaving node ends by then: termination_grace_s less the agent's own end.
-    leave_grace_s: float = 20.0
-    # The --shutdown-timeout of torchrun: the same as leave_grace_s.
-    shutdown_timeout_s: float = 20.0
-    # From SIGTERM to SIGKILL of a pod; Kubernetes' default is 30 s.
-    termination_grace_s: float = 30.0
-
-    # A rank without a sign of progress for this long inside a step, or for a multiple of its recent
-    # durations, hangs if others wait for it (elastic/hangs/page.py).
-    hang_timeout_s: float = 3.5
-    # The same outside of a step, for evaluations and checkpoints.
-    hang_script_timeout_s: float = 900.0
-    # A collective fails after this long, whichever rank is missing: the process group's timeout. It
-    # is the fallback of hang detection, so by default at least twice hang_script_timeout_s, and
-    # long enough for an evaluation on one rank.
-    collective_timeout_s: float = 1800.0
-
-    # An agent's thread without progress for this long is hung: longer than torch may block its main
-    # thread while it stops workers.
-    hung_after_s: float = 1.5 * TORCH_STOPS_WORKERS_S
-
-    def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self)):
-            require_positive(name, getattr(self, name))
-        require_below("probe_s", self.probe_s, "lease_s", self.lease_s)
-        require_below(
-            "lease_s", self.lease_s, "takeover_s", self.takeover_s, factor=_LEASES_TO_TAKEOVER
-        )
-        require_below("last_call_s", self.last_call_s, "join_timeout_s", self.join_timeout_s)
-        require_below("join_window_s", self.join_window_s, "join_timeout_s", self.join_timeout_s)
-        _require_order_of_leaving(self)
-        if self.hang_timeout_s < MIN_HANG_TIMEOUT_S:
-            raise ConfigError(
-                f"hang_timeout_s={self.hang_timeout_s:g} is below {MIN_HANG_TIMEOUT_S:g}: a rank "
-                "that only waits for a core would be considered hung",
-                hint=where_to_set("hang_timeout_s"),
-            )
-        require_below(
-            "hang_timeout_s",
-            self.hang_timeout_s,
-            "hang_script_timeout_s",
-            self.hang_script_timeout_s,
-        )
-
-    def require_hangs_before_collectives(self) -> None:
-        """Raise ConfigError unless a hang is detected before collectives fail because of it.
-
-        Irrelevant unless hangs are acted upon.
-        """
-        require_below(
-            "hang_script_timeout_s",
-            self.hang_script_timeout_s,
-            "collective_timeout_s",
-            self.collective_timeout_s,
-        )
-
-    @property
-    def boundary_s(self) -> float:
-        """From SIGTERM until the workers have left their last step."""
-        return boundary_s(self.step_time_s)
+# The time of a leaving node, from SIGTERM to SIGKILL::
+#
+#     0           BOUNDARY_S                        leave_grace_s              termination_grace_s
+#     │ SIGTERM      │ step done, the others informed      │ remaining processes      │ SIGKILL
+#     ├──────────────┼─────────────────────────────────────┼──────────────────────────┤
+#     │ finish step  │ checkpoint_budget_s: the last save  │ EXIT_GRACE_S: agent's end  │
+#
+# torchrun gives a script without elastic.join() ``--shutdown-timeout`` from its SIGTERM on: the
+# same time as leave_grace_s.
 
 
-def for_pod(termination_grace_s: float, *, step_time_s: float = 1.0) -> Timeouts:
-    """The intervals of a pod with this ``terminationGracePeriodSeconds``.
+def leave_grace_s(termination_grace_s: float) -> float:
+    """From SIGTERM until a leaving node's workers have ended, in whole seconds, as torchrun takes.
 
     Raises:
         ConfigError: there is no time left for a checkpoint.
 
-    >>> times = for_pod(60)
-    >>> times.checkpoint_budget_s, times.shutdown_timeout_s, times.termination_grace_s
-    (46.0, 50.0, 60.0)
+    >>> leave_grace_s(60), checkpoint_budget_s(60)
+    (50.0, 46.0)
     """
     require_positive("termination_grace_s", termination_grace_s)
-    require_positive("step_time_s", step_time_s)
-    shutdown_s = float(
-        math.floor(termination_grace_s - EXIT_GRACE_S)
-    )  # torchrun takes whole seconds
-    checkpoint_s = shutdown_s - boundary_s(step_time_s)
-    if checkpoint_s < MIN_CHECKPOINT_S:
-        least = grace_for(MIN_CHECKPOINT_S, step_time_s=step_time_s)
+    grace_s = float(math.floor(termination_grace_s - EXIT_GRACE_S))
+    if grace_s < BOUNDARY_S + MIN_CHECKPOINT_S:
         raise ConfigError(
-            f"termination_grace_s={termination_grace_s:g} leaves no time for a checkpoint: with "
-            f"step_time_s={step_time_s:g} the workers need {boundary_s(step_time_s):g} s to leave "
-            f"a step, and the agent {EXIT_GRACE_S:g} s to end",
-            hint=f"set terminationGracePeriodSeconds to {least} or more",
+            f"termination_grace_s={termination_grace_s:g} leaves no time for a checkpoint: the "
+            f"workers need {BOUNDARY_S:g} s to leave a step, and the agent {EXIT_GRACE_S:g} s to "
+            "end",
+            hint="set terminationGracePeriodSeconds to "
+            f"{math.ceil(BOUNDARY_S + MIN_CHECKPOINT_S + EXIT_GRACE_S)} or more",
         )
-    return Timeouts(
-        step_time_s=step_time_s,
-        checkpoint_budget_s=checkpoint_s,
-        leave_grace_s=shutdown_s,
-        shutdown_timeout_s=shutdown_s,
-        termination_grace_s=float(termination_grace_s),
-    )
+    return grace_s
 
 
-def grace_for(checkpoint_budget_s: float, *, step_time_s: float = 1.0) -> int:
-    """The least ``terminationGracePeriodSeconds`` that leaves a checkpoint this much time.
-
-    >>> grace_for(46)
-    60
-    """
-    require_positive("checkpoint_budget_s", checkpoint_budget_s)
-    return math.ceil(checkpoint_budget_s + boundary_s(step_time_s)) + math.ceil(EXIT_GRACE_S)
+def checkpoint_budget_s(termination_grace_s: float) -> float:
+    """For the last checkpoint of a leaving node, after the boundary of a step."""
+    return leave_grace_s(termination_grace_s) - BOUNDARY_S
 
 
-def of_environment(environ: Mapping[str, str]) -> Timeouts:
-    """The intervals that this process's agent uses in its pod; the defaults without a pod.
+def termination_grace_of(environ: Mapping[str, str]) -> float:
+    """The grace period of this process's node; the default if none is set.
 
     Raises:
-        ConfigError: the grace period of the pod is invalid.
+        ConfigError: it is not a number.
     """
-    text = environ.get("ELASTIC_TERMINATION_GRACE_S")
-    if text is None:
-        return Timeouts()
-    try:
-        grace_s = float(text)
-    except ValueError:
-        raise ConfigError(
-            f"ELASTIC_TERMINATION_GRACE_S={text!r} is not a number",
-            hint="set it to the pod's terminationGracePeriodSeconds",
-        ) from None
-    return for_pod(grace_s)
+    return _seconds_of(environ, "ELASTIC_TERMINATION_GRACE_S", TERMINATION_GRACE_S)
 
 
 def collective_for(hang_script_timeout_s: float) -> float:
@@ -322,7 +225,7 @@ def collective_for(hang_script_timeout_s: float) -> float:
     >>> collective_for(60), collective_for(7200.0)
     (1800.0, 14400.0)
     """
-    return max(Timeouts.collective_timeout_s, 2 * hang_script_timeout_s)
+    return max(COLLECTIVE_TIMEOUT_S, 2 * hang_script_timeout_s)
 
 
 def collective_of_environment(environ: Mapping[str, str]) -> float:
@@ -331,18 +234,7 @@ def collective_of_environment(environ: Mapping[str, str]) -> float:
     Raises:
         ConfigError: it is not a number above zero.
     """
-    text = environ.get("ELASTIC_COLLECTIVE_TIMEOUT_S")
-    if text is None:
-        return Timeouts.collective_timeout_s
-    try:
-        timeout_s = float(text)
-    except ValueError:
-        raise ConfigError(
-            f"ELASTIC_COLLECTIVE_TIMEOUT_S={text!r} is not a number",
-            hint="set a number of seconds, or unset it",
-        ) from None
-    require_positive("collective_timeout_s", timeout_s)
-    return timeout_s
+    return _seconds_of(environ, "ELASTIC_COLLECTIVE_TIMEOUT_S", COLLECTIVE_TIMEOUT_S)
 
 
 def permission_s(takeover_s: float) -> float:
@@ -365,24 +257,24 @@ def peer_silence_of(environ: Mapping[str, str]) -> float:
     Raises:
         ConfigError: the variable has an invalid value.
     """
-    text = environ.get(PEER_SILENCE)
+    return _seconds_of(environ, PEER_SILENCE, peer_silence_s(LEASE_S))
+
+
+def _seconds_of(environ: Mapping[str, str], variable: str, default: float) -> float:
+    """A time that the agent passes to its workers."""
+    text = environ.get(variable)
     if text is None:
-        return peer_silence_s(Timeouts.lease_s)
+        return default
     try:
-        silence_s = float(text)
+        value_s = float(text)
     except ValueError:
-        silence_s = math.nan
-    if not (math.isfinite(silence_s) and silence_s > 0):
+        value_s = math.nan
+    if not (math.isfinite(value_s) and value_s > 0):
         raise ConfigError(
-            f"{PEER_SILENCE}={text!r} is not a number of seconds above zero",
-            hint="unset it: the agent derives it from lease_s",
+            f"{variable}={text!r} is not a number of seconds above zero",
+            hint="unset it, or set a number of seconds",
         )
-    return silence_s
-
-
-def boundary_s(step_time_s: float) -> float:
-    """From SIGTERM until the workers have left their last step."""
-    return ANNOUNCE_S + STEPS_TO_BOUNDARY * step_time_s
+    return value_s
 
 
 def require_positive(name: str, value: float) -> None:
@@ -405,34 +297,6 @@ def require_below(low: str, low_s: float, high: str, high_s: float, *, factor: f
 def where_to_set(name: str) -> str:
     """How a user sets an option."""
     return f"set it with --rdzv-conf={name}=... or ELASTIC_{name.upper()}"
-
-
-def _require_order_of_leaving(times: Timeouts) -> None:
-    """The save ends before its process is killed, and the process before the pod is."""
-    for limit, limit_s in (
-        ("leave_grace_s", times.leave_grace_s),
-        ("shutdown_timeout_s", times.shutdown_timeout_s),
-    ):
-        if times.checkpoint_budget_s + times.boundary_s > limit_s:
-            raise ConfigError(
-                f"checkpoint_budget_s={times.checkpoint_budget_s:g} and {limit}={limit_s:g} are "
-                f"incompatible: after SIGTERM the workers need {times.boundary_s:g} s to leave "
-                "their step before they save",
-                hint=f"raise {limit} to {times.checkpoint_budget_s + times.boundary_s:g}, or save "
-                "faster",
-            )
-        require_end_before_kill(limit, limit_s, times.termination_grace_s)
-
-
-def require_end_before_kill(limit: str, limit_s: float, termination_grace_s: float) -> None:
-    """Raise ConfigError unless an agent whose workers end after ``limit_s`` ends before SIGKILL."""
-    if limit_s + EXIT_GRACE_S > termination_grace_s:
-        raise ConfigError(
-            f"{limit}={limit_s:g} and termination_grace_s={termination_grace_s:g} are "
-            f"incompatible: the agent needs {EXIT_GRACE_S:g} s more after its workers have ended",
-            hint="set terminationGracePeriodSeconds to "
-            f"{math.ceil(limit_s + EXIT_GRACE_S)} or more, or lower {limit}",
-        )
 
 
 # ----------------------------------------------------------------------------

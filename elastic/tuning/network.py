@@ -290,7 +290,7 @@ def _normal(address: str) -> str:
 
 
 # ----------------------------------------------------------------------------
-# The configured address of this node for the others: ``--local-addr``, ``network``, ``pod_ip``.
+# The configured address of this node for the others: ``--local-addr``, ``network``.
 #
 # A network is one setting for all nodes, an address differs on each. The announced address is used
 # by the group's store, the transfer of state, NCCL and gloo alike (docs/decisions/0031).
@@ -299,23 +299,21 @@ def _normal(address: str) -> str:
 def configured_address(
     local_addr: str | None,
     network: str | None,
-    pod_ip: str | None,
     addresses: Mapping[str, tuple[str, ...]] | None = None,
 ) -> str:
-    """The configured address of this node: ``local_addr``, else its address in ``network``, else
-    ``pod_ip``; "" if none is set.
+    """The configured address of this node: ``local_addr``, else its address in ``network``;
+    "" if none is set.
 
     Args:
         local_addr: an address or a name.
         network: "172.30.0.0/24".
-        pod_ip: an address.
         addresses: of each interface, instead of the kernel's.
 
     Raises:
         ConfigError: this machine has no address in the network, or ``local_addr`` is outside it.
     """
     if network is None:
-        return local_addr or pod_ip or ""
+        return local_addr or ""
     within = ipaddress.ip_network(network, strict=False)
     if local_addr:
         _require_within(local_addr, within, network)

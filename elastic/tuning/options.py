@@ -13,15 +13,23 @@ from typing import Any
 from elastic.errors import ConfigError
 from elastic.tuning import environment, intervals
 from elastic.tuning.intervals import (
+    COLLECTIVE_TIMEOUT_S,
     FAILURE_WINDOW_S,
     FIRST_CONTACT_S,
-    HEALTHY_S,
-    NODE_IDLE_S,
+    HANG_SCRIPT_TIMEOUT_S,
+    HANG_TIMEOUT_S,
+    JOIN_TIMEOUT_S,
+    LAST_CALL_S,
+    LEASE_S,
+    LEASES_TO_TAKEOVER,
+    MIN_HANG_TIMEOUT_S,
+    PROBE_S,
     QUARANTINE_S,
     STOCK_LAST_CALL_S,
     STRAGGLER_WINDOW_S,
+    TAKEOVER_S,
+    TERMINATION_GRACE_S,
     TORCHRUN_TIMEOUT_S,
-    Timeouts,
 )
 
 # ----------------------------------------------------------------------------
@@ -34,28 +42,23 @@ HANG_DETECTION = ("on", "report", "off")
 STRAGGLER_ACTIONS = ("report", "exclude", "off")
 MIN_STRAGGLER_FACTOR = 1.05  # below this, ranks on equal machines would be reported in turn
 NODE_TLS = ("node_cacert", "node_cert", "node_key")
-_TIMES = Timeouts()
-
-# Pairs beyond those of one Timeouts: the first times the factor is below the second.
+# Options of which the first, times the factor, is below the second. Intervals that are set
+# independently eventually contradict each other: such sets are refused with both values.
 _ORDERS = (
+    ("lease_s", "takeover_s", LEASES_TO_TAKEOVER),
+    ("last_call_s", "join_timeout_s", 1.0),
     # A paused job may be waiting for a node in quarantine.
     ("quarantine_s", "join_timeout_s", 1.0),
-    # Otherwise the window ends before a world counts as healthy.
-    ("healthy_s", "failure_window_s", 1.0),
+    ("hang_timeout_s", "hang_script_timeout_s", 1.0),
 )
 # Lower bounds: an option, the constant that it must exceed, and the reason.
 _MINIMA = (
+    ("lease_s", "PROBE_S", PROBE_S, "a suspected node has that long to answer a probe"),
     (
-        "hung_after_s",
-        "NODE_IDLE_S",
-        NODE_IDLE_S,
-        "the loop of an idle agent runs as rarely as that, and would be considered hung",
-    ),
-    (
-        "leave_grace_s",
-        "ANNOUNCE_S",
-        intervals.ANNOUNCE_S,
-        "a leaving node waits that long for the others to agree on a step boundary",
+        "hang_timeout_s",
+        "MIN_HANG_TIMEOUT_S",
+        MIN_HANG_TIMEOUT_S,
+        "a rank that only waits for a core would be considered hung",
     ),
 )
 
@@ -93,16 +96,13 @@ OTHER_VARIABLES = frozenset(
 class AgentOptions:
     """All options of an agent. Times in seconds."""
 
-    lease_s: float = _TIMES.lease_s
-    last_call_s: float = _TIMES.last_call_s
-    join_window_s: float = _TIMES.join_window_s
-    join_timeout_s: float = _TIMES.join_timeout_s
-    takeover_s: float = _TIMES.takeover_s
-    probe_s: float = _TIMES.probe_s
+    lease_s: float = LEASE_S
+    last_call_s: float = LAST_CALL_S
+    join_timeout_s: float = JOIN_TIMEOUT_S
+    takeover_s: float = TAKEOVER_S
     connect_timeout_s: float = FIRST_CONTACT_S
     failure_budget: int = 10
     failure_window_s: float = FAILURE_WINDOW_S
-    healthy_s: float = HEALTHY_S
     quarantine_s: float = QUARANTINE_S
     cacert: str | None = None
     cert: str | None = None
@@ -120,10 +120,9 @@ class AgentOptions:
     # Action on a worker that hangs (elastic/hangs): "on" ends it, "report" only writes a report,
     # "off" disables detection.
     hang_detection: str = "on"
-    hang_timeout_s: float = _TIMES.hang_timeout_s
-    hang_script_timeout_s: float = _TIMES.hang_script_timeout_s
-    collective_timeout_s: float = _TIMES.collective_timeout_s
-    hang_report_folder: str | None = None  # default: the journal's, or a temporary one
+    hang_timeout_s: float = HANG_TIMEOUT_S
+    hang_script_timeout_s: float = HANG_SCRIPT_TIMEOUT_S
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
     # Action on a rank that is slower than the others (elastic/stragglers): "report" writes an
     # event, "exclude" also replaces its node by a waiting one, "off" disables measurement.
     straggler_action: str = "report"
@@ -136,20 +135,17 @@ class AgentOptions:
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
     # Of the network: the variables that workers get (elastic/tuning/environment.py).
     profile: str | None = None  # None: chosen by the machine's hardware
-    interface: str | None = None  # for NCCL and gloo; None: by the route to the leader
     # The network between nodes: each announces its address in it. None: the one towards etcd.
     network: str | None = None  # "172.30.0.0/24"
-    # A node asked to leave ends by then, at a step's boundary or not.
-    leave_grace_s: float = _TIMES.leave_grace_s
 
     preflight: bool = False  # check this node before it may join (elastic/doctor/network.py)
 
+    # From SIGTERM to SIGKILL: of a pod, a Slurm job, a spot machine.
+    termination_grace_s: float = TERMINATION_GRACE_S
+
     # Set by a pod's manifest (deploy/base).
-    termination_grace_s: float | None = None  # the pod's: determines leave_grace_s by default
     health_port: int | None = None  # probes and metrics; 0: any free port, None: no server
-    hung_after_s: float = _TIMES.hung_after_s  # an agent thread without progress is hung
     park: bool = False  # keep running when the job is done: some launchers would restart this node
-    pod_ip: str | None = None  # the address for the other nodes, without --local-addr
     pod_uid: str | None = None  # distinguishes pods of one machine (agent/identity.py)
     memory_limit_bytes: int | None = None  # of this node, workers and shared memory included
 
@@ -162,24 +158,15 @@ class AgentOptions:
         self._check_store_credentials()
         self._check_node_tls()
 
+    @property
+    def leave_grace_s(self) -> float:
+        """A node asked to leave ends its workers by then, at a step's boundary or not."""
+        return intervals.leave_grace_s(self.termination_grace_s)
+
     def _check_times(self) -> None:
         for name in _positive_options():
             if (value := getattr(self, name)) is not None:
                 intervals.require_positive(name, value)
-        times = Timeouts(
-            probe_s=self.probe_s,
-            lease_s=self.lease_s,
-            takeover_s=self.takeover_s,
-            last_call_s=self.last_call_s,
-            join_window_s=self.join_window_s,
-            join_timeout_s=self.join_timeout_s,
-            hang_timeout_s=self.hang_timeout_s,
-            hang_script_timeout_s=self.hang_script_timeout_s,
-            collective_timeout_s=self.collective_timeout_s,
-            hung_after_s=self.hung_after_s,
-        )
-        if self.hang_detection == "on":
-            times.require_hangs_before_collectives()
         for low, high, factor in _ORDERS:
             intervals.require_below(
                 low, getattr(self, low), high, getattr(self, high), factor=factor
@@ -191,10 +178,14 @@ class AgentOptions:
                     f"{why}",
                     hint=intervals.where_to_set(name),
                 )
-        if self.termination_grace_s is not None:
-            intervals.require_end_before_kill(
-                "leave_grace_s", self.leave_grace_s, self.termination_grace_s
+        if self.hang_detection == "on":  # otherwise nothing else ends a wait
+            intervals.require_below(
+                "hang_script_timeout_s",
+                self.hang_script_timeout_s,
+                "collective_timeout_s",
+                self.collective_timeout_s,
             )
+        intervals.leave_grace_s(self.termination_grace_s)
 
     def _check_ports(self) -> None:
         if self.health_port is not None and not 0 <= self.health_port <= 65535:
@@ -387,18 +378,11 @@ def _require_one_value(
 def _fitting_defaults(values: Mapping[str, Any], last_call_s: float) -> dict[str, float]:
     """Defaults of options that are not given, and would contradict those that are."""
     derived = {"last_call_s": last_call_s}
-    if "termination_grace_s" in values:
-        derived["leave_grace_s"] = intervals.for_pod(values["termination_grace_s"]).leave_grace_s
     if (hang_script_timeout_s := values.get("hang_script_timeout_s")) is not None:
         derived["collective_timeout_s"] = intervals.collective_for(hang_script_timeout_s)
-    for low, high in (
-        ("last_call_s", "join_timeout_s"),
-        ("join_window_s", "join_timeout_s"),
-        ("quarantine_s", "join_timeout_s"),
-        ("healthy_s", "failure_window_s"),
-    ):
-        if (limit_s := values.get(high, 0.0)) > 0:
-            derived[low] = min(derived.get(low, getattr(AgentOptions, low)), limit_s / 2)
+    if (limit_s := values.get("join_timeout_s", 0.0)) > 0:
+        for name, default in (("last_call_s", last_call_s), ("quarantine_s", QUARANTINE_S)):
+            derived[name] = min(default, limit_s / 2)
     return derived
 
 

@@ -47,7 +47,6 @@ class Start:
             # Use this machine instead of a cluster.
             "PET_RDZV_ENDPOINT": etcd.endpoint,
             "PET_RDZV_ID": folder.name,
-            "ELASTIC_POD_IP": "127.0.0.1",
             "PET_LOCAL_ADDR": "127.0.0.1",
             "ELASTIC_HEALTH_PORT": str(health_port),
         }

@@ -11,7 +11,7 @@ from manifests import DEPLOY, OWN_CERTIFICATES, RESTORE, Rendered
 
 from elastic import errors
 from elastic.cli import arguments
-from elastic.tuning.intervals import for_pod
+from elastic.tuning.intervals import checkpoint_budget_s
 
 RUNBOOK = (DEPLOY / "README.md").read_text()
 
@@ -71,7 +71,7 @@ def test_exit_codes_match_the_code() -> None:
 def test_the_time_for_a_last_checkpoint_matches_the_code(prod: Rendered) -> None:
     (said,) = re.findall(r"`grace − (\d+) s`", RUNBOOK)
     grace_s = prod.workers.spec["terminationGracePeriodSeconds"]
-    assert for_pod(grace_s).checkpoint_budget_s == grace_s - int(said)
+    assert checkpoint_budget_s(grace_s) == grace_s - int(said)
 
 
 # Defaults of Kubernetes, with where they are set: kube-controller-manager's flags (40 s before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from pathlib import PurePosixPath
 
@@ -11,7 +10,7 @@ from manifests import Pod, Rendered
 
 from elastic.cli.run import build_parser, node_range
 from elastic.store.client import Endpoint, parse_endpoints
-from elastic.tuning.intervals import for_pod
+from elastic.tuning.intervals import checkpoint_budget_s, leave_grace_s
 from elastic.tuning.options import OTHER_VARIABLES, AgentOptions, read_options
 
 POD_IP = "10.1.2.3"
@@ -98,7 +97,7 @@ def test_the_backend_is_ours_and_restarts_are_unlimited(flags: Namespace) -> Non
 def test_options_are_derived_from_the_pod_environment(
     flags: Namespace, options: AgentOptions
 ) -> None:
-    assert flags.local_addr == options.pod_ip == POD_IP
+    assert flags.local_addr == POD_IP
     assert options.pod_uid == POD_UID
     assert options.memory_limit_bytes == 2**33
     assert options.health_port == 8471
@@ -109,10 +108,8 @@ def test_a_last_checkpoint_fits_into_the_grace_period(
 ) -> None:
     grace_s = manifests.workers.spec["terminationGracePeriodSeconds"]
     assert options.termination_grace_s == grace_s, "the agent has another grace period"
-    times = for_pod(grace_s)
-    assert flags.shutdown_timeout == math.floor(times.shutdown_timeout_s)
-    assert options.leave_grace_s == times.leave_grace_s
-    assert grace_s > times.shutdown_timeout_s > times.checkpoint_budget_s >= 10
+    assert flags.shutdown_timeout == options.leave_grace_s == leave_grace_s(grace_s)
+    assert grace_s > flags.shutdown_timeout > checkpoint_budget_s(grace_s) >= 10
 
 
 def test_each_run_has_its_own_checkpoint_folder(

@@ -266,6 +266,6 @@ def test_the_fast_link_is_measured_and_the_setting_to_use_it_is_named(root: str)
     assert slow["status"] == "warning"
     assert f"({networks.INTERFACE}, which a job uses)" in slow["measured"]
     assert f"start all nodes with --rdzv-conf network={networks.FAST_NETWORK} " in slow["remedy"]
-    assert f"ELASTIC_INTERFACE={networks.FAST}" in slow["remedy"]
+    assert f"NCCL_SOCKET_IFNAME={networks.FAST}" in slow["remedy"]
     assert well["status"] == "ok"
     assert f"({networks.FAST}, which a job uses)" in well["measured"]

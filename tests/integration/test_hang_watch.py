@@ -21,10 +21,9 @@ import pytest
 from kit.journal import MemoryJournal
 from kit.manual_clock import ManualClock
 
-from elastic.errors import ConfigError
 from elastic.hangs import kernel
 from elastic.hangs.page import BudgetPolicy, Phase, RankFacts
-from elastic.hangs.report import HangResponse, Judged, ReportFolder, check_folder
+from elastic.hangs.report import HangResponse, Judged, ReportFolder
 from elastic.hangs.stacks import StackSource
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
@@ -394,13 +393,8 @@ def test_a_hang_of_all_ranks_aborts_and_reforms_the_world(
 def test_an_unwritable_report_folder(
     worker: Worker, make_agent: Callable[..., Agent], tmp_path: Path
 ) -> None:
-    """It is rejected at startup; if it becomes unwritable later, the worker is still killed."""
+    """The worker is still killed."""
     (tmp_path / "file").write_text("")
-    check_folder(None)
-    check_folder(str(tmp_path / "new"))
-    with pytest.raises(ConfigError, match=r"hang_report_folder=.*cannot be written to") as refused:
-        check_folder(str(tmp_path / "file" / "below"))
-    assert "ELASTIC_HANG_REPORT_FOLDER" in refused.value.hint
     worker.enter(Phase.COMPUTE)
     agent = make_agent()
     agent.response._folder = ReportFolder(str(tmp_path / "file" / "below"))

@@ -15,6 +15,7 @@ import pytest
 from kit.journal import MemoryJournal
 from kit.memory_store import MemoryStore
 
+from elastic.agent import health
 from elastic.agent.health import HealthServer
 from elastic.agent.identity import current_process
 from elastic.agent.node import NodeContext, RunSecret
@@ -29,10 +30,16 @@ from elastic.testing.waiting import eventually
 from elastic.tuning.options import AgentOptions
 
 DEADLINE_S = 180.0  # for agents, which import torch
-HUNG_AFTER_S = 3.0  # an idle node's thread turns once a second
+HUNG_AFTER_S = 10.0  # an idle node's thread turns once a second
 T = TypeVar("T")
 
 SLEEPER = "import time\ntime.sleep(600)\n"
+TORCHRUN = f"""\
+import elastic.agent.health
+from torch.distributed.run import main
+elastic.agent.health.HUNG_AFTER_S = {HUNG_AFTER_S}
+main()
+"""
 
 
 def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
@@ -65,13 +72,13 @@ class Agent:
             "PET_RDZV_ENDPOINT": etcd.endpoint,
             "PET_RDZV_ID": run_id,
             "ELASTIC_NODE_NAME": "workers-0",
-            "ELASTIC_POD_IP": "127.0.0.1",
+            "PET_LOCAL_ADDR": "127.0.0.1",
             "ELASTIC_HEALTH_PORT": "0",
             "ELASTIC_LAST_CALL_S": "0.1",
             "ELASTIC_JOURNAL": str(folder / "journal"),
             **settings,
         }
-        command = [sys.executable, "-m", "torch.distributed.run", str(script)]
+        command = [sys.executable, "-c", TORCHRUN, str(script)]
         self.node = LocalNode(
             "workers-0",
             command,
@@ -124,9 +131,7 @@ def test_a_waiting_agent_is_live_but_not_ready_and_exits_on_sigterm(
 @pytest.mark.cluster
 def test_an_agent_whose_main_thread_hangs_is_not_live(start: Callable[..., Agent]) -> None:
     """torchrun polls its workers once an hour, so it would not notice their exit."""
-    agent = start(
-        PET_NNODES="1", PET_MONITOR_INTERVAL="3600", ELASTIC_HUNG_AFTER_S=str(HUNG_AFTER_S)
-    )
+    agent = start(PET_NNODES="1", PET_MONITOR_INTERVAL="3600")
     eventually(lambda: ask(agent.port, "/readyz")[0] == 200, "it is never ready")
 
     def hung() -> str | None:
@@ -163,7 +168,8 @@ class StuckStore(MemoryStore):
         )
 
 
-def test_an_agent_whose_node_thread_hangs_is_not_live() -> None:
+def test_an_agent_whose_node_thread_hangs_is_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "HUNG_AFTER_S", 3.0)
     store = StuckStore()
     service = NodeService(
         NodeContext.of(
@@ -171,7 +177,7 @@ def test_an_agent_whose_node_thread_hangs_is_not_live() -> None:
             store=store,
             keys=Keys.of("/elastic", "health"),
             secret=RunSecret.obtain(store, Keys.of("/elastic", "health")),
-            options=AgentOptions(hung_after_s=HUNG_AFTER_S),
+            options=AgentOptions(),
             journal=MemoryJournal(),
         )
     )

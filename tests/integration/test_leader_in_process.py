@@ -714,9 +714,10 @@ def test_a_straggler_trains_until_the_switch_and_then_becomes_a_spare(
 
 
 def test_a_straggler_that_misses_the_boundary_is_terminated(
-    server: MemoryServer, start: Start
+    server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, slow, _ = replaced(server, start, replace(EXCLUDE, leave_grace_s=1.1))
+    monkeypatch.setattr(AgentOptions, "leave_grace_s", 1.1)
+    _, slow, _ = replaced(server, start, EXCLUDE)
     eventually(slow.service.newer_world)
 
 

@@ -72,11 +72,9 @@ from elastic.wire.messages import Cause, WorldState
 from elastic.wire.tls import Tls, TlsFiles
 
 KEYS = Keys.of("/elastic", "job")
-OPTIONS = AgentOptions(
-    last_call_s=0.3, join_window_s=0.1, lease_s=0.5, join_timeout_s=20.0, quarantine_s=15.0
-)
+OPTIONS = AgentOptions(last_call_s=0.3, lease_s=0.5, join_timeout_s=20.0, quarantine_s=15.0)
 # With a join_timeout_s of tenths of a second.
-HASTY = replace(OPTIONS, last_call_s=0.05, join_window_s=0.05, quarantine_s=0.1)
+HASTY = replace(OPTIONS, last_call_s=0.05, quarantine_s=0.1)
 DEADLINE_S = 10.0
 _ids = itertools.count()
 
@@ -420,9 +418,10 @@ def test_a_failure_without_a_death_keeps_the_members(start: Callable[..., TestNo
 
 
 def test_an_error_repeated_three_times_ends_the_job_with_a_timeline(
-    start: Callable[..., TestNode], tmp_path: Path
+    start: Callable[..., TestNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = trio(start, options=replace(OPTIONS, hang_report_folder=str(tmp_path / "reports")))
+    monkeypatch.setenv("ELASTIC_JOURNAL", str(tmp_path / "reports"))
+    nodes = trio(start)
     for _ in range(2):
         for node in nodes:
             node.arrive("ValueError: bad loss")
@@ -448,11 +447,12 @@ def test_an_error_repeated_three_times_ends_the_job_with_a_timeline(
 
 
 def test_a_timeline_that_cannot_be_written_is_still_in_the_error(
-    start: Callable[..., TestNode], tmp_path: Path
+    start: Callable[..., TestNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "folder")
-    node = start(min_nodes=1, max_nodes=1, options=replace(OPTIONS, hang_report_folder=folder))
+    monkeypatch.setenv("ELASTIC_JOURNAL", folder)
+    node = start(min_nodes=1, max_nodes=1)
     node.arrive().enter()
     node.again("ValueError: bad loss")
     node.again("ValueError: bad loss")

@@ -33,7 +33,7 @@ def block_stores(job: NetworkJob, name: str) -> None:
 def test_a_job_whose_groups_cannot_be_built_ends_and_names_the_nodes(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
-    conf = {"failure_budget": 1, "failure_window_s": 20, "healthy_s": 5}
+    conf = {"failure_budget": 1, "failure_window_s": 20}
     with NetworkJob(etcd.endpoint, tmp_path, members=2, conf=conf) as job:
         first = job.start_node()
         block_stores(job, first.name)

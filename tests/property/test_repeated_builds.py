@@ -83,7 +83,7 @@ durations = st.lists(st.floats(0.05, LONGEST_S), min_size=1, max_size=8)
 def test_a_group_that_is_never_built_ends_the_job_in_time_and_no_earlier(
     budget: int, window_s: float, durations: list[float], terms: set[int]
 ) -> None:
-    options = AgentOptions(failure_budget=budget, failure_window_s=window_s, healthy_s=5.0)
+    options = AgentOptions(failure_budget=budget, failure_window_s=window_s)
     outage, stop = Outage(options), None
     # (The pauses of the first ten attempts add up to 121 s, the others are of 30 s.)
     most_s = max(window_s, (budget + 1) * (LONGEST_S + BUILD_BACKOFF_CAP_S))
@@ -103,7 +103,7 @@ def test_a_group_that_is_never_built_ends_the_job_in_time_and_no_earlier(
 
 @given(durations=durations)
 def test_steps_between_failed_builds_reset_the_count(durations: list[float]) -> None:
-    outage = Outage(AgentOptions(failure_budget=3, failure_window_s=20.0, healthy_s=5.0))
+    outage = Outage(AgentOptions(failure_budget=3, failure_window_s=20.0))
     for number in range(30):
         took_s = durations[number % len(durations)]
         is_reset = outage.worlds % 3 == 0

@@ -100,27 +100,26 @@ ADDRESSES = {"eth0": ("10.1.0.5", "fd00:1::5"), "eth1": ("172.30.0.2",), "lo": (
 
 
 @pytest.mark.parametrize(
-    ("local_addr", "network", "pod_ip", "expected"),
+    ("local_addr", "network", "expected"),
     [
-        ("", None, None, ""),
-        ("node7", None, "10.1.0.5", "node7"),
-        (None, None, "10.1.0.5", "10.1.0.5"),
-        (None, "172.30.0.0/24", None, "172.30.0.2"),
-        (None, "172.30.0.2/24", "10.1.0.5", "172.30.0.2"),  # a manifest gives every pod its IP
-        (None, "fd00:1::/64", None, "fd00:1::5"),
-        ("172.30.0.2", "172.30.0.0/24", None, "172.30.0.2"),
-        ("node7", "172.30.0.0/24", None, "node7"),
+        ("", None, ""),
+        ("node7", None, "node7"),
+        (None, "172.30.0.0/24", "172.30.0.2"),
+        (None, "172.30.0.2/24", "172.30.0.2"),
+        (None, "fd00:1::/64", "fd00:1::5"),
+        ("172.30.0.2", "172.30.0.0/24", "172.30.0.2"),
+        ("node7", "172.30.0.0/24", "node7"),
     ],
 )
 def test_the_address_in_the_given_network_is_announced(
-    local_addr: str | None, network: str | None, pod_ip: str | None, expected: str
+    local_addr: str | None, network: str | None, expected: str
 ) -> None:
-    assert configured_address(local_addr, network, pod_ip, ADDRESSES) == expected
+    assert configured_address(local_addr, network, ADDRESSES) == expected
 
 
 def test_a_network_without_a_local_address_lists_the_local_networks() -> None:
     with pytest.raises(ConfigError) as rejected:
-        configured_address(None, "10.9.0.0/16", None, ADDRESSES)
+        configured_address(None, "10.9.0.0/16", ADDRESSES)
     assert "network=10.9.0.0/16: this machine has no address" in str(rejected.value)
     assert "eth1 (172.30.0.2)" in str(rejected.value) and "127.0.0.1" not in str(rejected.value)
 

@@ -15,7 +15,7 @@ from elastic.errors import ConfigError, GroupBuildFailed
 from elastic.groups.faults import unreachable_peers
 from elastic.groups.group import Footprint
 from elastic.membership.records import Member
-from elastic.tuning.intervals import PEER_SILENCE, Timeouts, peer_silence_of, peer_silence_s
+from elastic.tuning.intervals import LEASE_S, PEER_SILENCE, peer_silence_of, peer_silence_s
 from elastic.wire.base import give_up_on_silence
 from elastic.wire.channel import Channel
 from elastic.wire.hub import Connection
@@ -123,8 +123,8 @@ def test_only_unique_addresses_identify_nodes() -> None:
 
 
 def test_the_silence_limit_follows_the_lease() -> None:
-    assert peer_silence_s(Timeouts.lease_s) > Timeouts.lease_s
-    assert peer_silence_of({}) == peer_silence_s(Timeouts.lease_s)
+    assert peer_silence_s(LEASE_S) > LEASE_S
+    assert peer_silence_of({}) == peer_silence_s(LEASE_S)
     assert peer_silence_of({PEER_SILENCE: "4.5"}) == 4.5
     for wrong in ("", "soon", "0", "-1", "inf", "nan"):
         with pytest.raises(ConfigError, match=PEER_SILENCE):

@@ -60,7 +60,6 @@ def test_the_table_has_every_variable_and_warnings_go_to_stderr(
     ("arguments", "message"),
     [
         (["--rdzv-conf", "profile=infinband"], "infiniband, roce, ethernet, cloud, single-node"),
-        (["--rdzv-conf", "interface=ib7"], "interface=ib7"),
         (["--rdzv-conf", "profile"], "KEY=VALUE"),
         (["--nnodes", "3:2"], "--nnodes=3:2"),
         (["--leader", "no-such-host.invalid"], "no-such-host.invalid"),

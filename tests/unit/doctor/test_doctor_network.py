@@ -28,7 +28,7 @@ def test_a_faster_path_than_the_one_in_use_is_reported_with_its_setting() -> Non
     assert found.measured == (
         "10.1.0.2 (eth0, which a job uses) 0.100 GB/s; 10.2.0.2 (eth1) 10.000 GB/s"
     )
-    assert "--local-addr=ADDRESS" in found.remedy and "ELASTIC_INTERFACE=eth1" in found.remedy
+    assert "--local-addr=ADDRESS" in found.remedy and "NCCL_SOCKET_IFNAME=eth1" in found.remedy
 
 
 def test_a_network_that_is_fast_for_all_nodes_yields_one_setting_for_all() -> None:

