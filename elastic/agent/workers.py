@@ -52,8 +52,8 @@ from elastic.link.link import (
     ProfileSteps,
     ProgressPage,
     Ready,
+    ReplicaFormed,
     ReplicaJoin,
-    ReplicaMet,
     ReplicaPending,
     ReplicaRendezvous,
     SigtermAnswer,
@@ -94,8 +94,8 @@ from elastic.wire.messages import (
     WorldState,
 )
 
-# The ranks of a replica on one node meet once all of them are in elastic.join(): in milliseconds;
-# the rest is a margin for busy machines. After this, they are ended and replaced.
+# The ranks of a replica on one node find each other once all of them are in elastic.join(): in
+# milliseconds; the rest is a margin for busy machines. After this, they are ended and replaced.
 REPLICA_FORMS_S = 30.0
 # The same on GPUs, where they also create CUDA contexts and NCCL communicators: tens of seconds if
 # drivers and file systems are slow.
@@ -324,10 +324,10 @@ class KnownWorkers:
         self.failed: set[int] = set()  # of them, those that announced their end with an error
         self.hung: dict[int, str] = {}  # pid to the reason why this agent ends it
         self.replicas = LocalReplicas()
-        # The time left to workers that are meeting the other ranks of their replica on this node,
-        # by pid; and those that have met them.
-        self.meeting_left_s: dict[int, float] = {}
-        self.met: set[int] = set()
+        # The time left to workers that wait for the other ranks of their replica on this node,
+        # by pid; and those that have formed it.
+        self.rendezvous_left_s: dict[int, float] = {}
+        self.in_replica: set[int] = set()
 
     @property
     def present(self) -> set[int]:
@@ -345,8 +345,8 @@ class KnownWorkers:
         self.ready.discard(worker.pid)
         self.entered.pop(worker.pid, None)
         self.replicas.leave(worker.pid)
-        self.meeting_left_s.pop(worker.pid, None)
-        self.met.discard(worker.pid)
+        self.rendezvous_left_s.pop(worker.pid, None)
+        self.in_replica.discard(worker.pid)
 
     def drop(self, worker: Worker) -> None:
         """Remove a process that has ended."""
@@ -365,12 +365,12 @@ class KnownWorkers:
 
 
 # ----------------------------------------------------------------------------
-# Workers that are not ready yet: what each one waits for, and the time limit of a meeting.
+# Workers that are not ready yet: what each one waits for, and the time limit of a rendezvous.
 #
-# Runs on the node's thread. The ranks of a replica meet once all of them are in elastic.join(),
-# which takes milliseconds. If they do not meet, for any reason, they are ended, and replaced or
-# restarted like any dead worker: otherwise they, and with them all other ranks of the job, would
-# wait for the timeout of a collective.
+# Runs on the node's thread. The ranks of a replica find each other once all of them are in
+# elastic.join(), which takes milliseconds. If they do not, for any reason, they are ended, and
+# replaced or restarted like any dead worker: otherwise they, and with them all other ranks of the
+# job, would wait for the timeout of a collective.
 
 
 class Readiness:
@@ -397,7 +397,7 @@ class Readiness:
         self._report(passed_s)
 
     def _end_meetings(self, passed_s: float) -> None:
-        left_s = self._known.meeting_left_s
+        left_s = self._known.rendezvous_left_s
         for pid in left_s:
             left_s[pid] -= passed_s
         present = {worker.pid: worker for worker in self._server.workers()}
@@ -410,7 +410,7 @@ class Readiness:
     def _end(self, worker: Worker) -> None:
         others = self._known.replicas.siblings(worker.pid)
         self._known.hung[worker.pid] = (
-            f"{_name(worker)} has not met the other ranks of its replica "
+            f"{_name(worker)} has not reached the other ranks of its replica "
             f"({', '.join(map(_name, others))}) in time"
         )
         with contextlib.suppress(ProcessLookupError):
@@ -449,9 +449,9 @@ class Readiness:
         pid, known = worker.pid, self._known
         if pid in known.ready:
             return ""
-        if pid in known.meeting_left_s:
-            return f"{_name(worker)} is meeting the other ranks of its replica"
-        if known.replicas.has_joined(pid) and pid not in known.met:
+        if pid in known.rendezvous_left_s:
+            return f"{_name(worker)} waits for the other ranks of its replica"
+        if known.replicas.has_joined(pid) and pid not in known.in_replica:
             return f"{_name(worker)} waits for the other ranks of its replica"
         return f"{_name(worker)} has not called run.retry()"
 
@@ -461,7 +461,7 @@ def _name(worker: Worker) -> str:
 
 
 # ----------------------------------------------------------------------------
-# The meeting point of a replica's ranks: on this node, or at the first of the replica's nodes.
+# The rendezvous of a replica's ranks: on this node, or at the first of the replica's nodes.
 #
 # Runs on the node's thread. Workers that were started for a world find their replica by its order
 # of ranks. Workers that were started while others train find it through the key ``replicas``: each
@@ -469,7 +469,7 @@ def _name(worker: Worker) -> str:
 # (docs/decisions/0030).
 
 
-class ReplicaRendezvousings:
+class ReplicaFormation:
     """One per agent, across all starts of its workers."""
 
     def __init__(self, context: NodeContext, known: KnownWorkers, server: LinkServer) -> None:
@@ -489,7 +489,7 @@ class ReplicaRendezvousings:
     # ── requests of workers ──────────────────────────────────────────────────────────────
 
     def join(self, worker: Worker, request: ReplicaJoin) -> None:
-        """Handle a worker's request to meet the other ranks of its replica."""
+        """Handle a worker's request for the other ranks of its replica."""
         node, size = self._node, request.size
         workers = self._known.replicas.join(worker, size, node.nproc)
         if not workers:
@@ -501,9 +501,9 @@ class ReplicaRendezvousings:
         if size <= node.nproc:
             nonce = secrets.token_hex(8)
             for one in workers:
-                self._known.meeting_left_s[one.pid] = _time_to_meet_s(request)
-                meeting = ReplicaRendezvous(nonce=nonce, rank=one.local_rank % size, size=size)
-                self._server.send(meeting, one)
+                self._known.rendezvous_left_s[one.pid] = _rendezvous_limit_s(request)
+                point = ReplicaRendezvous(nonce=nonce, rank=one.local_rank % size, size=size)
+                self._server.send(point, one)
         elif (running := self._context.status.running) is not None:
             self._meet_in_world(running)
         else:
@@ -529,7 +529,7 @@ class ReplicaRendezvousings:
         )
 
     def _meet_in_world(self, world: WorldRecord) -> None:
-        """Meet in a world for which the workers of all its nodes were started."""
+        """Form a replica in a world for which the workers of all its nodes were started."""
         per_replica = world.nodes_per_replica
         index = world.node_ids.index(self._node.node_id) // per_replica
         members = world.members[index * per_replica : (index + 1) * per_replica]
@@ -546,7 +546,7 @@ class ReplicaRendezvousings:
         first_rank = node_ids.index(node.node_id) * node.nproc
         publish_change(self._context, lambda n: replace(n, replica=node_ids))
         for worker in self._server.workers():
-            meeting = ReplicaRendezvous(
+            point = ReplicaRendezvous(
                 nonce=nonce,
                 rank=first_rank + worker.local_rank,
                 size=len(node_ids) * node.nproc,
@@ -555,7 +555,7 @@ class ReplicaRendezvousings:
                 store_key=self._context.secret.key(STORE).text,
                 store_tls=self._context.tls.files if self._context.tls is not None else None,
             )
-            self._server.send(meeting, worker)
+            self._server.send(point, worker)
 
     # ── workers that were started while others train ─────────────────────────────────────
 
@@ -615,7 +615,7 @@ def _nodes_of(entries: Iterable[Entry]) -> dict[str, Node]:
     return nodes
 
 
-def _time_to_meet_s(request: ReplicaJoin) -> float:
+def _rendezvous_limit_s(request: ReplicaJoin) -> float:
     return REPLICA_FORMS_ON_DEVICE_S if request.on_device else REPLICA_FORMS_S
 
 
@@ -818,7 +818,7 @@ class WorkerDeaths:
         for worker in siblings:
             reason = f"ended because local rank {dead.local_rank} of the same replica ended"
             self._emit_died(worker, reason)
-            # Its death may be reported after the first replacement has joined, which must not meet
+            # Its death may be reported after the first replacement has joined, which must not reach
             # the dead rank.
             self._known.end(worker)
             self._context.status.to_replace.add(worker.pid)
@@ -915,7 +915,7 @@ class Workers:
         self._known = KnownWorkers(self.server)
         self.announced = AnnouncedWorlds(context, self.server)
         self.deaths = WorkerDeaths(context, self._known, self.announced, oom_kills)
-        self.replicas = ReplicaRendezvousings(context, self._known, self.server)
+        self.replicas = ReplicaFormation(context, self._known, self.server)
         self.readiness = Readiness(context, self._known, self.server)
         self.reporter = FailureReporter(context)
         self._permit: Permit | None = None  # the last one
@@ -940,9 +940,9 @@ class Workers:
                 self._on_ready(worker, max_ranks)
             case ReplicaJoin():
                 self.replicas.join(worker, message)
-            case ReplicaMet():
-                self._known.meeting_left_s.pop(worker.pid, None)
-                self._known.met.add(worker.pid)
+            case ReplicaFormed():
+                self._known.rendezvous_left_s.pop(worker.pid, None)
+                self._known.in_replica.add(worker.pid)
             case Heartbeat():
                 self._on_heartbeat(worker, message)
             case Entered(generation=generation, step=step):

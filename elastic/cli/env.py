@@ -85,7 +85,7 @@ def of_this_machine(
 ) -> WorkerEnvironment:
     """The environment that an agent with these options gives its workers."""
     _, max_nodes = node_range(args.nnodes)
-    told = configured_address(args.local_addr, options.network, network.addresses())
+    address = configured_address(args.local_addr, options.network, network.addresses())
     peers = [args.leader] if args.leader else []
     if args.leader and source_address(args.leader) is None:
         raise ConfigError(
@@ -95,8 +95,8 @@ def of_this_machine(
     route = choose_route(
         network,
         max_nodes=max_nodes,
-        own_address=told,
-        is_configured=bool(told),
+        own_address=address,
+        is_configured=bool(address),
         peers=peers,
         own_network=options.network,
     )

@@ -76,7 +76,7 @@ class Rank:
 
     @property
     def names(self) -> list[str]:
-        """The nodes' names; two nodes of one machine are told apart."""
+        """The nodes' names; two nodes of one machine are distinguished."""
         names = [str(node["name"]) for node in self.nodes]
         return [f"{n}#{i}" if names.count(n) > 1 else n for i, n in enumerate(names)]
 
@@ -116,7 +116,7 @@ def first_wrong(*sentences: str) -> str:
 
 def send_recv(me: Rank) -> str:
     """Every pair in both directions: the lower rank sends first."""
-    said = []
+    errors = []
     for peer in me.others:
         received = me.tensor(-1)
         if me.rank < peer:
@@ -125,8 +125,8 @@ def send_recv(me: Rank) -> str:
         else:
             dist.recv(received, peer)
             dist.send(me.tensor(me.rank), peer)
-        said.append(wrong(received, peer))
-    return first_wrong(*said)
+        errors.append(wrong(received, peer))
+    return first_wrong(*errors)
 
 
 def isend_irecv(me: Rank) -> str:
@@ -146,12 +146,12 @@ def isend_irecv(me: Rank) -> str:
 
 
 def broadcast(me: Rank) -> str:
-    said = []
+    errors = []
     for source in range(me.size):
         tensor = me.tensor(10 + source if me.rank == source else -1)
         dist.broadcast(tensor, source)
-        said.append(wrong(tensor, 10 + source))
-    return first_wrong(*said)
+        errors.append(wrong(tensor, 10 + source))
+    return first_wrong(*errors)
 
 
 def reduce(me: Rank) -> str:
@@ -208,19 +208,19 @@ def barrier(me: Rank) -> str:
 
 def own_groups(me: Rank) -> str:
     """A group of every two neighbours, and one of all ranks in reverse order."""
-    said = []
+    errors = []
     for first in range(0, me.size - 1, 2):
         group = dist.new_group([first, first + 1])
         if me.rank in (first, first + 1):
             tensor = me.tensor(me.rank)
             dist.all_reduce(tensor, group=group)
-            said.append(wrong(tensor, 2 * first + 1))
+            errors.append(wrong(tensor, 2 * first + 1))
             dist.destroy_process_group(group)
     everyone = dist.new_group(list(range(me.size)))
     tensor = me.tensor(1)
     dist.all_reduce(tensor, group=everyone)
     dist.destroy_process_group(everyone)
-    return first_wrong(*said, wrong(tensor, me.size))
+    return first_wrong(*errors, wrong(tensor, me.size))
 
 
 def _sum_of_ranks(me: Rank) -> float:
@@ -642,7 +642,7 @@ def all_checks(me: Rank) -> dict[str, Check]:
     return findings | {"memory": memory}
 
 
-def meet(given: Mapping[str, Any], device: torch.device, local_rank: int) -> Rank:
+def join_group(given: Mapping[str, Any], device: torch.device, local_rank: int) -> Rank:
     """This rank in its world."""
     is_first = local_rank == 0
     values = everyone([is_first, given])
@@ -679,7 +679,7 @@ def examine(
         while True:
             run.begin()
             if me is None:
-                me = meet(given, run.device, run.world.local_rank)
+                me = join_group(given, run.device, run.world.local_rank)
                 known = list(all_checks(me).items())
             number = run.state["done"]
             is_complete = number == len(known)

@@ -234,8 +234,8 @@ def broadcast_json(value: Any, source: int = 0, group: RankGroup | None = None) 
     if group.size == 1:
         return value
     is_source = group.rank == source
-    told = broadcast_bytes(json.dumps(value).encode() if is_source else b"", source, group)
-    return value if is_source else json.loads(told)
+    received = broadcast_bytes(json.dumps(value).encode() if is_source else b"", source, group)
+    return value if is_source else json.loads(received)
 
 
 def broadcast_bytes(data: bytes, source: int, group: RankGroup) -> bytes:
@@ -243,12 +243,12 @@ def broadcast_bytes(data: bytes, source: int, group: RankGroup) -> bytes:
     device = control_device(group)
     first = _frame(data, _BROADCAST_BYTES, device)
     complete(group.broadcast(first, source), device, group)
-    size, told = _unframed(first)
+    size, received = _unframed(first)
     if size <= _BROADCAST_BYTES:
-        return told
+        return received
     rest = _bytes_tensor(data[_BROADCAST_BYTES:], size - _BROADCAST_BYTES, device)
     complete(group.broadcast(rest, source), device, group)
-    return told + _bytes_of(rest)
+    return received + _bytes_of(rest)
 
 
 def all_gather_json(value: Any, group: RankGroup | None = None) -> list[Any]:
@@ -259,14 +259,14 @@ def all_gather_json(value: Any, group: RankGroup | None = None) -> list[Any]:
     device = control_device(group)
     data = json.dumps(value).encode()
     framed = _all_gather(_frame(data, _GATHERED_BYTES, device), group)
-    told = [_unframed(first) for first in framed]
-    longest = max(size for size, _ in told)
+    received = [_unframed(first) for first in framed]
+    longest = max(size for size, _ in received)
     if longest <= _GATHERED_BYTES:
-        return [json.loads(text) for _, text in told]
+        return [json.loads(text) for _, text in received]
     buffers = _all_gather(_bytes_tensor(data, longest, device), group)
     return [
         json.loads(_bytes_of(buffer[:size]))
-        for buffer, (size, _) in zip(buffers, told, strict=True)
+        for buffer, (size, _) in zip(buffers, received, strict=True)
     ]
 
 

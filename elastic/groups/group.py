@@ -49,8 +49,8 @@ from elastic.groups.store import (
     OpenStore,
     agree_on_nonce,
     first_line,
-    meet,
     open_store,
+    rendezvous,
     store_of_launcher,
 )
 from elastic.groups.world import World, fresh_nonce, world_from_environment
@@ -99,7 +99,7 @@ _STDERR = 2
 
 
 class CallDeadline:
-    """Calls ``expire`` once, in its own thread, unless :meth:`met` is called in time.
+    """Calls ``expire`` once, in its own thread, unless :meth:`cancel` is called in time.
 
     It counts ticks, not wall-clock time: a process that was stopped (SIGSTOP, a frozen container)
     could not complete its call, and still has the remaining time when it continues.
@@ -108,28 +108,28 @@ class CallDeadline:
     def __init__(self, timeout_s: float, expire: Callable[[], object], *, name: str) -> None:
         self._ticks = max(1, round(timeout_s / DEADLINE_TICK_S))
         self._expire = expire
-        self._met = threading.Event()
+        self._returned = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def met(self) -> None:
+    def cancel(self) -> None:
         """Report that the call has returned. Thread-safe."""
-        self._met.set()
+        self._returned.set()
 
     def end(self) -> None:
-        """Like :meth:`met`, but wait until the thread has ended."""
-        self._met.set()
+        """Like :meth:`cancel`, but wait until the thread has ended."""
+        self._returned.set()
         self._thread.join()
 
     def _run(self) -> None:
         for _ in range(self._ticks):
-            if SYSTEM_CLOCK.wait(self._met, DEADLINE_TICK_S):
+            if SYSTEM_CLOCK.wait(self._returned, DEADLINE_TICK_S):
                 return
         self._expire()
 
 
 class LastResort:
-    """Ends the process from a C thread if :meth:`met` is not called in time.
+    """Ends the process from a C thread if :meth:`cancel` is not called in time.
 
     A thread that waits in C++ and holds the interpreter lock blocks all Python code, including
     every :class:`CallDeadline`. faulthandler's timer needs no Python: it writes the stacks of all
@@ -140,7 +140,7 @@ class LastResort:
     def __init__(self, timeout_s: float) -> None:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=_STDERR)
 
-    def met(self) -> None:
+    def cancel(self) -> None:
         """Cancel the timer. Thread-safe."""
         faulthandler.cancel_dump_traceback_later()
 
@@ -196,7 +196,7 @@ class CommunicatorAbort:
         """Wait until all communicators are aborted, or the deadline ends the process."""
         self._thread.join()
         self._deadline.end()
-        self._last_resort.met()
+        self._last_resort.cancel()
 
     def _run(self) -> None:
         try:
@@ -206,8 +206,8 @@ class CommunicatorAbort:
             # report. The deadline stays active and ends the process.
             get_logger().exception("NCCL's communicators could not be aborted")
         else:
-            self._deadline.met()
-            self._last_resort.met()
+            self._deadline.cancel()
+            self._last_resort.cancel()
 
 
 def open_communicator(
@@ -444,8 +444,8 @@ class Footprint:
 
     def sockets(self) -> dict[int, int]:
         """The inode of each socket, listening ones included, by descriptor."""
-        sealed = self._pollers is not None
-        inodes = dict(self._store) if sealed else self._new_store_sockets()
+        has_pollers = self._pollers is not None
+        inodes = dict(self._store) if has_pollers else self._new_store_sockets()
         for poller in self._pollers if self._pollers is not None else self._new_pollers():
             inodes |= _watched_sockets(poller)
         return inodes
@@ -881,7 +881,7 @@ class ProcessGroup:
         )
         store = self._store.client
         if spec.size > 1:
-            meet(store, spec, give_up, deadline_s=deadline_s, mesh=self._mesh)
+            rendezvous(store, spec, give_up, deadline_s=deadline_s, mesh=self._mesh)
         left_s = max(BUILD_MIN_S, deadline_s - SYSTEM_CLOCK.monotonic())
         self._initialize(PrefixStore(spec.nonce, store), spec.rank, spec.size, left_s)
         # From here on the timeout limits the duration of a step, not the wait for absent peers.

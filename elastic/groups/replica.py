@@ -41,12 +41,12 @@ from elastic.groups.pending import (
     describe_group,
     semantics_of,
 )
-from elastic.groups.store import OpenStore, meet, open_store
+from elastic.groups.store import OpenStore, open_store, rendezvous
 from elastic.groups.world import ReplicaMesh, World, world_from_environment
 from elastic.link.link import GroupSpec
 from elastic.telemetry.journal import EventSink
 from elastic.tuning import intervals
-from elastic.tuning.intervals import DRAIN_S, REPLICA_MEETS_S, SLOWEST_LOOK_S
+from elastic.tuning.intervals import DRAIN_S, REPLICA_RENDEZVOUS_S, SLOWEST_LOOK_S
 from elastic.wire.messages import number_on_node
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class ModelReplica:
         """Open the store at the first node. It exists as long as the group: torch opens
         subgroups through it. Raises GroupBuildFailed if the others do not arrive."""
         self.position = spec.rank
-        deadline_s = SYSTEM_CLOCK.monotonic() + REPLICA_MEETS_S
+        deadline_s = SYSTEM_CLOCK.monotonic() + REPLICA_RENDEZVOUS_S
         while self._store is None:
             try:
                 self._store = open_store(
@@ -263,7 +263,7 @@ class ModelReplica:
                     raise
                 SYSTEM_CLOCK.sleep(SLOWEST_LOOK_S)
         client = self._store.client
-        meet(client, spec, _never_given_up, deadline_s=deadline_s)
+        rendezvous(client, spec, _never_given_up, deadline_s=deadline_s)
         limit_s = intervals.collective_of_environment(os.environ)
         client.set_timeout(datetime.timedelta(seconds=limit_s))
         return PrefixStore(spec.nonce, client)

@@ -1,4 +1,4 @@
-"""The store of one world: how its ranks find it, and meet in it."""
+"""The store of one world: how its ranks find it, and wait for each other."""
 
 from __future__ import annotations
 
@@ -543,7 +543,7 @@ def _tcp_store(spec: GroupSpec, backoff: _Backoff, *, is_server: bool) -> Store:
     )
 
 
-def meet(
+def rendezvous(
     store: Store,
     spec: GroupSpec,
     give_up: GiveUp,

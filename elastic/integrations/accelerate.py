@@ -20,8 +20,8 @@
 What a script prepares is what a job consists of: models are wrapped by ``run.wrap``; optimizers,
 schedulers, the scaler and the objects of ``register_for_checkpointing`` are tracked; a loader is
 divided by ``run.loader`` in training, and by Accelerate in evaluation. Sizes that Accelerate
-derives from the number of processes, the global batch and the pace of schedulers, are those of the
-largest world in every world.
+derives from the number of processes, the global batch and the step rate of schedulers, are those of
+the largest world in every world.
 
 Private names of Accelerate are used in this file only; :func:`_check_names` reads them once.
 """
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +38,9 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import elastic
 from elastic.errors import ConfigError, TrainingError
+from elastic.groups.world import World
 from elastic.integrations.prepared import PreparedLoader, is_training
+from elastic.train.run import Run
 
 try:
     import accelerate
@@ -55,9 +57,6 @@ except ImportError as absent:
         hint="pip install 'torch-elastic-harness[accelerate]'",
     ) from absent
 
-if TYPE_CHECKING:
-    from elastic.groups.world import World
-    from elastic.train.run import Run
 
 __all__ = ["ElasticAccelerator"]
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from torch.utils.data.distributed import DistributedSampler
 import elastic
 from elastic.errors import ConfigError
 from elastic.integrations.prepared import PreparedLoader, is_training
+from elastic.train.run import Run
 
 try:
     from lightning.fabric import Fabric
@@ -49,8 +50,6 @@ except ImportError as absent:
         hint="pip install 'torch-elastic-harness[lightning]'",
     ) from absent
 
-if TYPE_CHECKING:
-    from elastic.train.run import Run
 
 __all__ = ["ElasticFabric"]
 

@@ -331,7 +331,7 @@ class Progress:
         if train_epoch is not None and loop._last_train_dl_reload_epoch != train_epoch:
             loop._combined_loader = None
             loop.setup_data()
-        if trainer.enable_validation:  # later, it would be a meeting of this rank alone
+        if trainer.enable_validation:  # later, it would be a collective of this rank alone
             trainer.validating = True
             val_loop.setup_data()
             trainer.training = True

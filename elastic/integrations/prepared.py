@@ -5,18 +5,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from elastic.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
-    from elastic.train.loader import ElasticLoader
-    from elastic.train.run import Run
+from elastic.train.loader import ElasticLoader
+from elastic.train.run import Run
 
 
 def is_training(models: Iterable[nn.Module]) -> bool:

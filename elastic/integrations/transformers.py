@@ -34,6 +34,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import elastic
 from elastic.errors import ConfigError
+from elastic.groups.world import World
 from elastic.telemetry.log import get_logger
 from elastic.train.copies import copied
 from elastic.train.sampler import Position
@@ -51,8 +52,6 @@ except ImportError as absent:
         hint="pip install 'torch-elastic-harness[transformers]'",
     ) from absent
 
-if TYPE_CHECKING:
-    from elastic.groups.world import World
 
 __all__ = ["ElasticTrainer", "ElasticTrainerMixin"]
 

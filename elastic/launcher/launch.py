@@ -552,7 +552,7 @@ class Launch:
         self._health: HealthServer | None = None
         node = describe_node(parameters, options, store, limits)
         self._node_id = node.node_id
-        self._ending = Path(base.make_folder("elastic-ending-")) / "told"
+        self._ending = Path(base.make_folder("elastic-ending-")) / "notified"
         self._origin = LogOrigin(node.name)
         with contextlib.ExitStack() as created:
             created.callback(self._remove_ending)

@@ -252,8 +252,8 @@ class ReplicaJoin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaMet:
-    """Worker: it has met the other ranks of its replica, after ReplicaRendezvous."""
+class ReplicaFormed:
+    """Worker: it has reached the other ranks of its replica, after ReplicaRendezvous."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,7 +450,7 @@ Message = (
     | Heartbeat
     | Ready
     | ReplicaJoin
-    | ReplicaMet
+    | ReplicaFormed
     | Entered
     | CollectiveFailure
     | Left
@@ -484,7 +484,7 @@ FROM_WORKER = (
     Heartbeat,
     Ready,
     ReplicaJoin,
-    ReplicaMet,
+    ReplicaFormed,
     Entered,
     CollectiveFailure,
     Left,

@@ -262,10 +262,10 @@ def _have_met(nodes: Sequence[NodeView], per_replica: int) -> bool:
         key: {ids[i : i + per_replica] for i in range(0, len(ids), per_replica)}
         for key, ids in groups.items()
     }
-    return all(_has_met(replica, formed) for replica in replicas)
+    return all(_is_formed(replica, formed) for replica in replicas)
 
 
-def _has_met(replica: Sequence[NodeView], formed: Mapping[int, set[tuple[str, ...]]]) -> bool:
+def _is_formed(replica: Sequence[NodeView], formed: Mapping[int, set[tuple[str, ...]]]) -> bool:
     """``formed``: the replicas of each world, by the identity of its record."""
     ids = tuple(n.node.node_id for n in replica)
     return all(ids in formed[id(n.node.running)] for n in replica) or all(

@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
         Action.STOP,
         Confidence.HIGH,
         "this library refuses the script as it is, and would do so again",
-        # (The ranks of a replica that have not met within their time: another one may have died.)
+        # (The ranks of a replica that did not reach each other in time: another one may have died.)
         r"^(?!.*did not call elastic\.join\(mesh=…\))(training|config)error: ",
         r"^noworld: ",
         restarts_if_others_work=True,
@@ -632,13 +632,13 @@ def _first_match(text: str) -> tuple[Rule, str] | None:
     lines = [line.strip() for line in exception_of(text).splitlines() if line.strip()]
     name = exception_name(text)
     kind = getattr(builtins, name, None)
-    said = [(_QUOTED.sub("''", line), line) for line in lines]
+    pairs = [(_QUOTED.sub("''", line), line) for line in lines]
     is_quote, may_be_a_peer = _quotes_values(kind), _may_be_a_peer(name, kind)
     for rule in RULES:
         if rule.is_consequence and not may_be_a_peer:
             continue
         matches = rule.pattern.match if is_quote else rule.pattern.search
-        for words, line in said[:1] if is_quote else reversed(said):
+        for words, line in pairs[:1] if is_quote else reversed(pairs):
             if matches(words):
                 return rule, line
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -34,10 +34,8 @@ from elastic.train.order import (
     write_present,
 )
 from elastic.train.reduction import Filler, Reduction, weighted_sum
+from elastic.train.sharded import ShardedModule
 from elastic.train.sharding import HeldParts
-
-if TYPE_CHECKING:
-    from elastic.train.sharded import ShardedModule
 
 Wrapped: TypeAlias = "ElasticDDP | ShardedModule"
 """A module of the job: DDP or sharded."""

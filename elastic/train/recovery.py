@@ -308,7 +308,7 @@ class InProcess:
         self._committed_step = assignment.committed_step
         with self._lap("agree_s"):
             if self._job.is_rebuilt:  # sharded over the whole world
-                return self._reconfiguration.meet(world_of(assignment, ReplicaMesh()))
+                return self._reconfiguration.agree_to_build(world_of(assignment, ReplicaMesh()))
             world = world_of(assignment, self._replica.mesh)
             return self._reconfiguration.enter(world, assignment.committed_step)
 

@@ -518,14 +518,14 @@ class _Module:
 # ----------------------------------------------------------------------------
 # Returns a rank to the last boundary between two steps, bit for bit, or reports that it cannot.
 #
-# The small state of a boundary is copied at each boundary. Its large tensors are weights, optimizer
-# state, and averages. A copy of them makes every interrupted step undoable, whatever the script
-# does in it. It is taken at each boundary where it costs little, or where the script needs it:
-# where a step changes weights before its last collective, so that a fault can interrupt the step
-# after the change. Otherwise a rank that has begun to change weights completes the step, because
-# nothing can interrupt it, and the boundary at its end is the one to which all ranks go. Where a
-# script does for the first time what needs a copy, and a fault hits that step, training is repeated
-# from an earlier boundary, which is copied every COPY_EVERY steps (docs/decisions/0032).
+# The non-parameter state of a boundary is copied at each boundary. Its large tensors are weights,
+# optimizer state, and averages. A copy of them makes every interrupted step undoable, whatever the
+# script does in it. It is taken at each boundary where it costs little, or where the script needs
+# it: where a step changes weights before its last collective, so that a fault can interrupt the
+# step after the change. Otherwise a rank that has begun to change weights completes the step,
+# because nothing can interrupt it, and the boundary at its end is the one to which all ranks go.
+# Where a script does for the first time what needs a copy, and a fault hits that step, training is
+# repeated from an earlier boundary, which is copied every COPY_EVERY steps (docs/decisions/0032).
 
 # Copies are affordable if they cost this fraction of a step, or less than COPY_IS_CHEAP_S.
 AFFORDABLE_FRACTION = 0.01
@@ -881,7 +881,7 @@ class Rollback:
         return self._job.progress.needs_copies
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Load the small state of the rank with whose state the job continues."""
+        """Load the non-parameter state of the rank with whose state the job continues."""
         self._state.restore(snapshot)
         self._local.adopt(position_of(snapshot["progress"]))
         self.snapshot = snapshot
@@ -914,7 +914,7 @@ class Rollback:
 
     def restore(self) -> bool:
         """Return to the last boundary. Returns False if that is impossible without the state of
-        another rank or a checkpoint; then only the small state is that of the boundary."""
+        another rank or a checkpoint; then only the non-parameter state is that of the boundary."""
         is_exact = self.can_restore
         if self._has_copies:
             self._restore_copies()

@@ -33,7 +33,7 @@ from elastic.groups.world import (
     world_from_environment,
 )
 from elastic.hangs.page import phases
-from elastic.link.link import Heartbeat, ReplicaMet
+from elastic.link.link import Heartbeat, ReplicaFormed
 from elastic.telemetry.events import CheckpointSkipped, RunClosed
 from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.ledger import Ledger
@@ -81,7 +81,7 @@ from elastic.train.sums import Sums
 from elastic.train.transfer import gather
 from elastic.train.units import At, Units
 from elastic.tuning.intervals import (
-    REPLICA_MEETS_S,
+    REPLICA_RENDEZVOUS_S,
     SHARE_S,
 )
 from elastic.wire.messages import number_on_node
@@ -123,7 +123,7 @@ class Attempts:
         self._has_registered = False  # the function that retry calls registered an object
         self._has_outer_data = False  # a loader was registered before that function was called
         self._outside: JobState | None = None  # objects registered before that function was called
-        self._has_met_outside = False  # ranks met in that function, outside of its loops
+        self._has_collective_outside = False  # in that function, outside of its loops
 
     # -- registration -------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Attempts:
         if self._scope.in_retry and self._has_outer_data and not self._job.is_rebuilt:
             self._bootstrap.enter_loop()
 
-    def meets(self, call: str = "run.mean()") -> None:
+    def note_collective(self, call: str = "run.mean()") -> None:
         """Called before ranks exchange values at the script's request. Raises TrainingError if the
         others have completed this call of run.retry."""
         self._loop.early_leave.confirm()
@@ -165,7 +165,7 @@ class Attempts:
         if self.units.is_running:
             return  # a joining node skips the complete unit
         is_outside = not self._scope.owns_epochs and self._loop.current.step is None
-        self._has_met_outside |= self._scope.in_retry and is_outside
+        self._has_collective_outside |= self._scope.in_retry and is_outside
 
     # -- attempts -----------------------------------------------------------------------------
 
@@ -199,8 +199,8 @@ class Attempts:
             self._bootstrap.enter_world()
 
     def _warn_of_meetings(self) -> None:
-        if self._has_met_outside:
-            self._has_met_outside = False
+        if self._has_collective_outside:
+            self._has_collective_outside = False
             get_logger().warning(
                 "an earlier run.retry has called run.mean() outside of its loops: a node that joins"
                 " from now on calls it, too, without the other ranks, and fails. %s",
@@ -220,7 +220,7 @@ class Attempts:
 
     def end(self) -> None:
         """Called after the training function."""
-        # Before any meeting, which may fail: a complete step is not repeated.
+        # Before any collective, which may fail: a complete step is not repeated.
         self._loop.end_last_loop()
         self._session.strategy.training_returned()
         self._loop.finish()
@@ -619,14 +619,14 @@ def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
             hint="torchrun --rdzv-backend=etcd …; with other launchers, sharded models recover by "
             "a restart (docs/how-to/sharded.md)",
         )
-    meeting = worlds.rendezvous_of_replica(
+    point = worlds.rendezvous_of_replica(
         replica.mesh.size,
-        REPLICA_MEETS_S,
+        REPLICA_RENDEZVOUS_S,
         mesh=str(replica.mesh),
         on_device=replica.device.type != "cpu",
     )
-    replica.form(meeting, os.path.dirname(os.environ["ELASTIC_LINK"]))
-    worlds.send(ReplicaMet())
+    replica.form(point, os.path.dirname(os.environ["ELASTIC_LINK"]))
+    worlds.send(ReplicaFormed())
 
 
 def _connect(
@@ -1073,7 +1073,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
                 hint=f"run.track({name}=…, local=True); all other state is the same on all ranks",
             )
         self._parts.bootstrap.enter_world()
-        self._parts.attempts.meets("run.gather_states()")
+        self._parts.attempts.note_collective("run.gather_states()")
         with session.lifecycle.replica.whole():
             return gather(tracked.state_dict(), session.job)
 
@@ -1358,7 +1358,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
             weight = 0.0
         numbers = weighted(weight, [(name, values[name]) for name in names])
         self._parts.bootstrap.enter_world()
-        self._parts.attempts.meets()
+        self._parts.attempts.note_collective()
         with self._parts.session.lifecycle.replica.whole():
             total, *sums = self._parts.session.job.order.sum_values(numbers)
         means = [s / total if total else math.nan for s in sums]

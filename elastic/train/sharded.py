@@ -763,7 +763,7 @@ def _refusal(call: str, name: str) -> ConfigError:
 # A schedule runs one backward pass per micro-batch, at other times on each stage, and some of its
 # passes fill ``.grad`` without hooks. A collective of the replica at the end of a backward pass
 # would also block the pass that the previous stage waits for. So with a dimension ``pp`` backward
-# passes only accumulate, and the ranks of the replica meet in ``run.reduce_gradients()``.
+# passes only accumulate, and the ranks of the replica synchronise in ``run.reduce_gradients()``.
 #
 # FSDP still reduces within the stage in its backward passes; of its gradients, the sum over the
 # replicas is postponed.

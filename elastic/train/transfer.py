@@ -76,7 +76,7 @@ def broadcast_blob(
 ) -> tuple[Any, Tensors]:
     """Broadcast the JSON value and the small tensors of ``source`` to every rank, on the CPU.
 
-    Other ranks may pass anything. For small state: everything is sent as one buffer.
+    Other ranks may pass anything. For non-parameter state: everything is sent as one buffer.
     ``group``: by default the world, here and below; ranks are numbered within it.
     """
     group = group or world_group()
@@ -493,7 +493,7 @@ class Reconfiguration:
         self._joined(world, agreement.source, agreement.tag, began_s)
         return world
 
-    def meet(self, world: World) -> World:
+    def agree_to_build(self, world: World) -> World:
         """Verify that all ranks of the group are in one world, and that none has a state:
         :meth:`restore` loads the state once its objects are built."""
         agreement = agree(self._progress.rank_state(world.nonce))

@@ -173,7 +173,7 @@ class Units(Hook):
 
         def note(parts: list[list[Any]]) -> None:
             progress.units += 1
-            # Calls of one place are told apart by the record of each; one suffices of any other.
+            # Calls of one place are distinguished by the record of each; one suffices of any other.
             changed = [name for section, name in parts if section == "state"]
             before = [[each, state[each]] if each in state else [each] for each in changed]
             kept = []

@@ -326,9 +326,9 @@ STEP_SUMS_S = 0.1
 
 
 # Ranks of a replica start together, but importing torch may take minutes on a busy machine.
-REPLICA_MEETS_S = 300.0
+REPLICA_RENDEZVOUS_S = 300.0
 
-# Meeting in a world's store ----------------------------------------------------------------------
+# Rendezvous in a world's store -------------------------------------------------------------------
 
 # The longest of these pauses: with it, a thousand waiting ranks send 50,000 requests per second to
 # the store.

@@ -246,7 +246,7 @@ class Worlds:
         self.max_ranks: Callable[[], int] = lambda: 0
         self._flights = FlightRecorder(self.send, clock)
         self._counts_events = False  # the agent has metrics
-        self._meeting: ReplicaRendezvous | None = None  # where this worker's replica meets
+        self._rendezvous: ReplicaRendezvous | None = None  # of this worker's replica
         self._replica_is_pending = False  # the replica waits for other nodes
 
     def connect(self, path: str, *, local_rank: int) -> None:
@@ -367,7 +367,7 @@ class Worlds:
         Raises ConfigError if a replica spans several nodes and elastic.join() was called without a
         mesh.
         """
-        _require_mesh(os.environ, has_met=self._meeting is not None)
+        _require_mesh(os.environ, is_formed=self._rendezvous is not None)
         phases.enter(Phase.NO_WORLD)
         with self._changed:
             if not self._sent_ready:
@@ -386,7 +386,7 @@ class Worlds:
     def rendezvous_of_replica(
         self, size: int, timeout_s: float, *, mesh: str = "", on_device: bool = False
     ) -> ReplicaRendezvous:
-        """Wait for all ranks of this worker's replica, and return where they meet.
+        """Wait for all ranks of this worker's replica, and return their store.
 
         ``timeout_s`` limits the wait for ranks on this node; the wait for other nodes has no limit.
         Raises TrainingError if ranks on this node do not join in time.
@@ -394,7 +394,7 @@ class Worlds:
         self.send(ReplicaJoin(size=size, mesh=mesh, on_device=on_device))
         deadline_s = self._clock.monotonic() + timeout_s
         with self._changed:
-            while self._meeting is None:
+            while self._rendezvous is None:
                 if self._clock.monotonic() > deadline_s and not self._replica_is_pending:
                     raise TrainingError(
                         f"the other ranks of this node did not call elastic.join(mesh=…) with a "
@@ -402,7 +402,7 @@ class Worlds:
                         hint="every worker on a node must call elastic.join() with the same mesh",
                     )
                 self._changed.wait(WORKER_SLICE_S)
-            return self._meeting
+            return self._rendezvous
 
     def job_folder(self, own: str) -> str:
         """The checkpoint folder of the job's first worker; ``own``, this process's, if it is that.
@@ -513,7 +513,7 @@ class Worlds:
                     self._changed.notify_all()
             case ReplicaRendezvous():
                 with self._changed:
-                    self._meeting = message
+                    self._rendezvous = message
                     self._changed.notify_all()
             case ReplicaPending():
                 self._replica_is_pending = True
@@ -556,11 +556,11 @@ class Worlds:
         return isinstance(newer, Assignment) or newer.nodes > 0
 
 
-def _require_mesh(environ: Mapping[str, str], *, has_met: bool) -> None:
-    """Raise ConfigError if a replica spans several nodes and has not met: torch's default group
+def _require_mesh(environ: Mapping[str, str], *, is_formed: bool) -> None:
+    """Raise ConfigError if a replica spans several nodes and is not formed: torch's default group
     needs its ranks."""
     replica_size, workers = environ.get("ELASTIC_REPLICA_SIZE"), environ.get("LOCAL_WORLD_SIZE")
-    if replica_size and workers and int(replica_size) > int(workers) and not has_met:
+    if replica_size and workers and int(replica_size) > int(workers) and not is_formed:
         raise ConfigError(
             f"in-process mode with replica_size={replica_size} and {workers} workers on this node: "
             "a replica that spans several nodes needs elastic.join(mesh=…)",

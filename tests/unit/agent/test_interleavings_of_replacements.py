@@ -22,8 +22,8 @@ from elastic.link.link import (
     ClientHandshakeRequest,
     Message,
     Ready,
+    ReplicaFormed,
     ReplicaJoin,
-    ReplicaMet,
     Worker,
     WorkerDeath,
 )
@@ -159,7 +159,7 @@ class Machine:
                 self.end(process, 1)
                 return
             process.done = "met"
-            self.say(process, ReplicaMet())
+            self.say(process, ReplicaFormed())
 
     def be_ready(self, process: Process) -> None:
         process.done = "ready"

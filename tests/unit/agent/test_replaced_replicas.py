@@ -27,8 +27,8 @@ from elastic.link.link import (
     LinkServer,
     Message,
     Ready,
+    ReplicaFormed,
     ReplicaJoin,
-    ReplicaMet,
     ReplicaRendezvous,
     Worker,
     WorkerDeath,
@@ -94,7 +94,7 @@ class Agent:
         for worker in self.trained:
             self.join(worker)
         for worker in self.trained:
-            self.workers.on_message(worker, ReplicaMet())
+            self.workers.on_message(worker, ReplicaFormed())
             self.workers.on_message(worker, Ready())
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ def test_the_ranks_of_a_meeting_that_times_out_are_replaced(agent: Agent) -> Non
         assert agent.status.is_to_be_replaced(worker.pid)
     reasons = [e.reason for e in agent.journal.events if isinstance(e, WorkerDied)]
     assert reasons[0] == (
-        f"hang: local rank 0 (pid {fresh[0].pid}) has not met the other ranks of its replica "
+        f"hang: local rank 0 (pid {fresh[0].pid}) has not reached the other ranks of its replica "
         f"(local rank 1 (pid {fresh[1].pid})) in time"
     )
     again = [agent.start(0), agent.start(1)]
@@ -212,7 +212,7 @@ def test_the_ranks_of_a_meeting_that_times_out_are_replaced(agent: Agent) -> Non
         agent.join(worker)
     for worker in again:
         assert len(agent.meetings(worker)) == 1
-        agent.workers.on_message(worker, ReplicaMet())
+        agent.workers.on_message(worker, ReplicaFormed())
         agent.workers.on_message(worker, Ready())
     assert agent.status.node.state is NodeState.READY
 
@@ -231,7 +231,7 @@ def test_ranks_that_have_met_have_no_deadline_to_become_ready(agent: Agent) -> N
     fresh = agent.replace(0, 1)
     agent.killed.clear()
     for worker in fresh:
-        agent.workers.on_message(worker, ReplicaMet())
+        agent.workers.on_message(worker, ReplicaFormed())
     agent.wait(10 * REPLICA_FORMS_S)
     assert agent.killed == []
 
@@ -246,8 +246,8 @@ def test_time_while_the_node_was_frozen_does_not_count(agent: Agent) -> None:
 
 def test_the_log_names_the_workers_that_others_wait_for(agent: Agent) -> None:
     first, second = agent.replace(0, 1)
-    agent.workers.on_message(first, ReplicaMet())
-    agent.workers.on_message(second, ReplicaMet())
+    agent.workers.on_message(first, ReplicaFormed())
+    agent.workers.on_message(second, ReplicaFormed())
     agent.workers.on_message(first, Ready())
     agent.wait(NOT_READY_S - NODE_IDLE_S)
     assert agent.warnings == []

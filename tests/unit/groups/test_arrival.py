@@ -12,7 +12,7 @@ from kit.assignments import assignment
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from elastic.errors import SYSTEM_CLOCK, ConfigError, GroupBuildFailed, Superseded
-from elastic.groups.store import OpenStore, meet, open_store
+from elastic.groups.store import OpenStore, open_store, rendezvous
 from elastic.link.link import Assignment
 
 PATIENCE_S = 120.0
@@ -36,13 +36,13 @@ def port() -> Iterator[int]:
 
 
 def meet_all(stores: list[Store], meshes: list[str]) -> list[BaseException | None]:
-    """What each rank's call of ``meet`` raises."""
+    """What each rank's call of ``rendezvous`` raises."""
     raised: list[BaseException | None] = [None] * len(stores)
 
     def enter(rank: int) -> None:
         by_s = SYSTEM_CLOCK.monotonic() + PATIENCE_S
         try:
-            meet(
+            rendezvous(
                 stores[rank],
                 spec(rank, len(stores)),
                 never,
@@ -97,7 +97,7 @@ def test_meshes_are_also_compared_in_a_torch_store() -> None:
 def test_a_rank_that_does_not_arrive_in_time_is_named(three_stores: list[Store]) -> None:
     three_stores[2].set("n/arrived/2", '""')
     with pytest.raises(GroupBuildFailed, match="did not join generation 3") as caught:
-        meet(three_stores[0], spec(0, 3), never, deadline_s=SYSTEM_CLOCK.monotonic() + 0.1)
+        rendezvous(three_stores[0], spec(0, 3), never, deadline_s=SYSTEM_CLOCK.monotonic() + 0.1)
     assert caught.value.missing == (1,)
 
 
@@ -106,7 +106,7 @@ def test_a_superseded_world_ends_the_wait(three_stores: list[Store]) -> None:
         raise Superseded("generation 3 is over")
 
     with pytest.raises(Superseded):
-        meet(
+        rendezvous(
             three_stores[1],
             spec(1, 3),
             over,

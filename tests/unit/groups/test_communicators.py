@@ -200,7 +200,7 @@ def test_an_abort_that_hangs_ends_a_process_whose_gil_is_held() -> None:
 def test_a_deadline_that_is_met_does_nothing() -> None:
     expired = threading.Event()
     deadline = CallDeadline(DEADLINE_S, expired.set, name="deadline")
-    deadline.met()
+    deadline.cancel()
     deadline.end()
     assert not expired.is_set()
 

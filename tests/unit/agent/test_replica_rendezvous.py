@@ -10,7 +10,7 @@ from kit.membership_nodes import node, world
 from kit.memory_store import MemoryServer, MemoryStore
 
 from elastic.agent.node import NodeContext, RunSecret
-from elastic.agent.workers import KnownWorkers, ReplicaRendezvousings
+from elastic.agent.workers import KnownWorkers, ReplicaFormation
 from elastic.errors import NodeRefused, StoreUnreachable
 from elastic.link.link import (
     LinkServer,
@@ -70,7 +70,7 @@ class Agent:
     def start_workers(self, pid: int) -> None:
         self.workers = Workers(pid)
         server = cast(LinkServer, self.workers)
-        self.meetings = ReplicaRendezvousings(self.at, KnownWorkers(server), server)
+        self.meetings = ReplicaFormation(self.at, KnownWorkers(server), server)
 
     @property
     def node(self) -> Node:
