@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastic.telemetry import events
 from elastic.telemetry.goodput import Activity
-from elastic.telemetry.journal import DEFAULT_MIB, ENVELOPE, SCHEMA, kebab_name
+from elastic.telemetry.journal import ENVELOPE, SCHEMA, kebab_name
 from elastic.tuning.intervals import STEP_TIMES_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ or is removed. Readers ignore unknown fields.
   last line truncated, which is then not valid JSON; later writes begin on a new line.
   A disk that hangs delays a process by one second, once; up to 10,000 later lines wait in memory.
   Lines are not synced to the disk: they survive the end of the process, but not of the machine.
-- A process uses at most `ELASTIC_JOURNAL_MIB` (default {DEFAULT_MIB}), in eight files
+- A process uses at most 64 MiB, in eight files
   (`<node>-<pid>.N.jsonl` are older). Beyond that it removes its oldest file except the first.
   Each start of a process adds a file. In `ELASTIC_JOURNAL` none is removed: a report needs those of
   the whole run; `find FOLDER -mtime +30 -delete` bounds a run id that lives for months. In the

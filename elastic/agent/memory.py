@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -23,8 +22,6 @@ from pathlib import Path
 from checkpoints.memory import MemoryHost, Neighbours, PeerAddress, ReplicationOutcome
 from elastic.agent.identity import proved_gone
 from elastic.membership.records import Member, Node, ProcessIdentity, WorldRecord
-from elastic.telemetry.events import PartNotCopied
-from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning.environment import shm_shortages
 from elastic.tuning.options import AgentOptions
@@ -75,7 +72,6 @@ class AgentMemory:
 def host_memory(
     node: Node,
     options: AgentOptions,
-    journal: EventSink,
     running: Callable[[], WorldRecord | None],
     *,
     key: Callable[[], SecretKey],
@@ -86,7 +82,7 @@ def host_memory(
     """Create this node's memory. ``running`` returns the world that its workers run, ``key`` the
     key to the memories of this run."""
     sweep(node.process, parent)
-    reporter = _ReplicationReporter(journal)
+    reporter = _ReplicationReporter()
     try:
         shm_bytes = _shm_bytes(parent)
         if options.memory_limit_bytes is not None:
@@ -179,16 +175,14 @@ def memory_bytes(options: AgentOptions) -> int:
 
 
 class _ReplicationReporter:
-    """Reports copies that fail: once for each reason, until one succeeds."""
+    """Warns of copies that fail: once for each reason, until one succeeds."""
 
-    def __init__(self, journal: EventSink) -> None:
-        self._journal = journal
+    def __init__(self) -> None:
         self._last: tuple[str, str] | None = None
 
     def outcome(self, outcome: ReplicationOutcome) -> None:
         last, self._last = self._last, (outcome.peer, outcome.reason) if outcome.reason else None
         if self._last is not None and self._last != last:
-            self._journal.emit(
-                PartNotCopied(name=outcome.name, peer=outcome.peer, reason=outcome.reason),
-                level=logging.WARNING,
+            get_logger().warning(
+                "%s has no copy on %s: %s", outcome.name, outcome.peer, outcome.reason
             )

@@ -458,7 +458,7 @@ class Check:
             "ELASTIC_MAX_NODES": str(self._size),
             "ELASTIC_LEDGER": str(folder / "ledger"),
             "ELASTIC_TENSORBOARD": "off",
-            "ELASTIC_PROFILES": str(folder / "profiles"),
+            "ELASTIC_JOURNAL": str(folder / "journal"),
         }
         if "ELASTIC_CHECKPOINTS" in os.environ:
             environment["ELASTIC_CHECKPOINTS"] = str(folder / "checkpoints")

@@ -88,8 +88,8 @@ def request_profile(
     ranks = "1 rank" if number == 1 else f"{number} ranks"
     return (
         f"requested traces of the next {steps} from {ranks} of generation {world.generation}: each "
-        "node writes gGENERATION-stepSTEP-rankRANK.pt.trace.json into ELASTIC_PROFILES, by default "
-        "`profiles` in the folder of journals, without one its working directory"
+        "node writes gGENERATION-stepSTEP-rankRANK.pt.trace.json into "
+        "`profiles` in the folder of ELASTIC_JOURNAL, without one in its working directory"
         f"{_warning(store, keys)}"
     )
 

@@ -594,7 +594,6 @@ class Launch:
             self.memory = host_memory(
                 node,
                 options,
-                self._journal,
                 lambda: services[0].announced_world if services else None,
                 key=lambda: secret.key(MEMORY),
                 tls=tls,

@@ -447,12 +447,3 @@ class MemoryIntervalChanged(Event):
     every_steps: int  # between two saves from now on
     before: int  # the interval that was in use
     reason: str  # what a save and a step cost
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartNotCopied(Event):
-    """This node's part of a checkpoint in memory has no copy on another node."""
-
-    name: str  # of the checkpoint
-    peer: str  # the node that should have it
-    reason: str  # a sentence

@@ -7,7 +7,7 @@ for appending. A line truncated by a kill or a full disk is not
 valid JSON, and the next one begins on a new line. docs/reference/events.md lists the fields of
 lines; :mod:`elastic.telemetry.reader` reads them back.
 
-A file is rotated at an eighth of ``ELASTIC_JOURNAL_MIB`` (default 64): beyond that bound a process
+A file is rotated at 8 MiB. A process has at most eight: beyond that it
 removes its oldest file except the first, which has the beginning of the run. Readers see the gap in
 ``seq``.
 """
@@ -38,9 +38,9 @@ SCHEMA = 1  # of the lines; incremented when a field changes its meaning or is r
 # Fields of every line in addition to the event's own.
 ENVELOPE = ("event", "seq", "time", "monotonic", "writer", "node", "node_id")
 
-DEFAULT_MIB = 64
 THREAD = "elastic-journal"  # name of the threads that write
 _FILES = 8  # of one process
+_MAX_BYTES = 64 << 20  # of these files
 _LONGEST_TEXT = 16_384  # characters of a value: a traceback of many ranks fits
 _LONGEST_LINE = 262_144
 _LONGEST_LOGGED = 2_000
@@ -67,22 +67,6 @@ def kebab_name(event: Event | type[Event]) -> str:
     return _CAMEL.sub("-", kind.__name__).lower()
 
 
-def max_bytes_in(environ: Mapping[str, str]) -> int:
-    """The bound of ``ELASTIC_JOURNAL_MIB`` for one process; the default if it is not a number."""
-    try:
-        mib = float(environ.get("ELASTIC_JOURNAL_MIB", DEFAULT_MIB))
-    except ValueError:
-        mib = 0.0
-    if not 0 < mib < 1e9:
-        get_logger().warning(
-            "ELASTIC_JOURNAL_MIB=%r is not a number above 0: the journal uses %d MiB",
-            environ.get("ELASTIC_JOURNAL_MIB"),
-            DEFAULT_MIB,
-        )
-        mib = DEFAULT_MIB
-    return int(mib * 1_048_576)
-
-
 class Journal:
     """Writes events to the log and, if a folder is given, to a file. Thread-safe.
 
@@ -100,7 +84,7 @@ class Journal:
         origin: LogOrigin | None = None,
         role: str = "process",
         run_id: str | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int = _MAX_BYTES,
         is_bounded: bool = False,
     ) -> None:
         self._identity = dict(identity)
@@ -128,8 +112,6 @@ class Journal:
     def _open(self, folder: str | os.PathLike[str]) -> _RotatingFile | None:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", str(self._identity.get("node", "process")))
         path = Path(folder) / f"{name[:_LONGEST_NAME]}-{os.getpid()}.jsonl"
-        if self._max_bytes is None:
-            self._max_bytes = max_bytes_in(os.environ)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if self._is_bounded:

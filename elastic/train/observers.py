@@ -19,6 +19,7 @@ from elastic.groups.world import World
 from elastic.telemetry.events import ProfileWritten
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
+from elastic.telemetry.runs import chosen_journal
 from elastic.train.hooks import Hook, Left
 from elastic.train.metrics import WorldMean
 
@@ -69,10 +70,8 @@ def request_of(steps: int | range, ranks: tuple[int, ...]) -> ProfileRequest:
 
 
 def traces_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """``ELASTIC_PROFILES``, else ``profiles`` in the journal folder or in the working directory."""
-    if folder := env.get("ELASTIC_PROFILES"):
-        return Path(folder)
-    return Path(env.get("ELASTIC_JOURNAL", "")) / "profiles"
+    """``profiles`` in the chosen journal folder, else in the working directory."""
+    return Path(chosen_journal(env) or "") / "profiles"
 
 
 def torch_trace() -> Trace:

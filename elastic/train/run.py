@@ -920,10 +920,10 @@ class RunLogging:
         """Profile the next ``steps`` steps, or a range of step numbers, with torch.profiler.
 
         Each rank, or each of ``ranks``, writes a trace
-        ``gGENERATION-stepSTEP-rankRANK.pt.trace.json`` into ``ELASTIC_PROFILES``, by default
-        ``profiles`` in the journal folder, for Perfetto or TensorBoard. It begins and ends between
-        two steps; if the world ends earlier, it contains the completed steps. `elastic profile`
-        does the same from outside. Call it before :meth:`retry`: in the function that retry calls,
+        ``gGENERATION-stepSTEP-rankRANK.pt.trace.json`` into ``profiles`` in the folder of
+        ``ELASTIC_JOURNAL``, or in the working directory, for Perfetto or TensorBoard. It begins and
+        ends between two steps; if the world ends earlier, it contains the completed steps.
+        `elastic profile` does the same from outside. Call it before :meth:`retry`: in the function that retry calls,
         it would profile again after each recovery.
 
         Raises:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kit.journal import MemoryJournal
 from kit.membership_nodes import node as node_of
 
 from elastic.agent.identity import current_process
@@ -25,7 +24,6 @@ def host(folder: Path, **options: float) -> AgentMemory:
     return host_memory(
         mine(),
         AgentOptions(**options),  # type: ignore[arg-type]
-        MemoryJournal(),
         lambda: None,
         key=SecretKey.generate,
         on_error=fail,

@@ -240,15 +240,6 @@ def test_the_last_line_of_a_closed_journal_is_journal_closed(tmp_path: Path) -> 
     assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened", "journal-closed"]
 
 
-def test_an_invalid_limit_is_replaced_by_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
-) -> None:
-    monkeypatch.setenv("ELASTIC_JOURNAL_MIB", "many")
-    journal_in(tmp_path)
-    assert [w for w in warnings if "ELASTIC_JOURNAL_MIB='many' is not a number above 0" in w]
-    assert lines_of(tmp_path)[0]["event"] == "journal-opened"
-
-
 def test_the_first_line_starts_with_schema_role_and_run_id() -> None:
     assert [f.name for f in fields(JournalOpened)][:3] == ["schema", "role", "run_id"]
 

@@ -124,14 +124,14 @@ def test_a_failing_profiler_does_not_affect_training(tmp_path: Path) -> None:
 def test_a_script_profiles_with_torchs_profiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ELASTIC_PROFILES", str(tmp_path))
+    monkeypatch.setenv("ELASTIC_JOURNAL", str(tmp_path))
     with process() as run:
         run.profile(steps=2)
         with pytest.raises(TrainingError, match="another profile is running"):
             run.profile(steps=2)
         script = job(run)
         script.train(1)
-    (file,) = tmp_path.iterdir()
+    (file,) = (tmp_path / "profiles").iterdir()
     assert file.name == "g0001-step000000000-rank0.pt.trace.json"
     names = [event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]]
     assert sum(name.startswith("Optimizer.step#Adam") for name in names) == 2
