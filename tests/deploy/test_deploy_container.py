@@ -97,7 +97,14 @@ def start(
     return Start(render("dev"), shared_etcd, tmp_path, health_port)
 
 
-def test_the_container_trains_unprivileged_and_forwards_sigterm(start: Start) -> None:
+def assert_unprivileged(container: Container) -> None:
+    assert container.status("Uid").split() == [str(UID)] * 4
+    assert container.status("NoNewPrivs") == "1"
+    assert int(container.status("CapEff"), 16) == 0
+
+
+@pytest.mark.slow
+def test_the_container_trains_and_forwards_sigterm(start: Start) -> None:
     with start() as container:
 
         def training() -> bool:
@@ -106,21 +113,20 @@ def test_the_container_trains_unprivileged_and_forwards_sigterm(start: Start) ->
 
         eventually(training, "ready, with a checkpoint", within_s=200)
         assert start.probe("/livez") == 200
-        assert container.status("Uid").split() == [str(UID)] * 4
-        assert container.status("NoNewPrivs") == "1"
-        assert int(container.status("CapEff"), 16) == 0
+        assert_unprivileged(container)
         container.terminate()
         assert container.wait(timeout_s=90) == PREEMPTED, container.output
     assert "Read-only file system" not in container.output
 
 
-def test_sigterm_ends_a_pod_that_has_just_started(start: Start) -> None:
+def test_sigterm_ends_an_unprivileged_pod_that_has_just_started(start: Start) -> None:
     """If Python were PID 1, it would have no handler yet, and the kernel would drop the signal."""
     with start() as container:
         # PID 1 loses signals until dumb-init has installed its handlers, and so does its child
         # until exec: no-op handlers inherited from the parent catch them.
         eventually(lambda: catches_sigterm(container), "dumb-init is PID 1")
         eventually(lambda: has_started_its_child(container), "its child runs")
+        assert_unprivileged(container)
         container.terminate()
         assert container.wait(timeout_s=90) in (PREEMPTED, TERMINATED), container.output
 

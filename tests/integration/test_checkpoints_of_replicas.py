@@ -104,7 +104,7 @@ def assert_same(found: WorkerResult, expected: WorkerResult, *, resumed: int) ->
         pytest.param("one", 1, 1, id="one rank", marks=pytest.mark.slow),
         pytest.param("tp", 2, 2, id="tensor parallel", marks=pytest.mark.slow),
         pytest.param("both", 4, 4, id="FSDP over tensor parallelism", marks=pytest.mark.slow),
-        pytest.param("ddp", 2, 1, id="DDP"),
+        pytest.param("ddp", 2, 1, id="DDP", marks=pytest.mark.slow),
         pytest.param("build", 3, 1, id="built over three", marks=pytest.mark.slow),
     ],
 )
@@ -116,6 +116,7 @@ def test_a_checkpoint_of_two_replicas_resumes_in_another_layout_and_back(
     assert_same(job.run("fsdp", 3, size=4, per_node=2), alone[3], resumed=2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ddp_resumes_in_tensor_parallelism_and_back(
     world: SmallWorld, alone: dict[int, WorkerResult], tmp_path: Path
 ) -> None:

@@ -213,6 +213,7 @@ def test_a_node_that_cannot_reach_min_nodes_is_terminated(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_missing_required_checkpoint_exits_with_65(folder: Path) -> None:
     done = run(folder, "--nodes-local=1", "--nnodes=1", "--embedded-etcd", "require.py")
     assert done.returncode == 65, done.stderr

@@ -139,6 +139,7 @@ run.retry(lambda: print("trained", flush=True))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_worker_with_preflight_is_checked_before_it_joins(
     tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str

@@ -33,7 +33,7 @@ def ports() -> Iterator[tuple[int, ...]]:
     reserve.close()
 
 
-@pytest.fixture(params=["gloo", nccl_semantics.NAME])
+@pytest.fixture(params=["gloo", pytest.param(nccl_semantics.NAME, marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -123,6 +123,7 @@ def test_a_killed_job_resumes_at_another_world_size_without_loss(
     outcome.ledger.assert_exactly_once(script.SAMPLES, 2)
 
 
+@pytest.mark.slow
 def test_workers_restarted_by_torchrun_resume(tmp_path: Path, undisturbed: torch.Tensor) -> None:
     (tmp_path / "die").write_text("1 7 saved")
     args = ("--checkpoints", tmp_path / "saved", "--die", tmp_path / "die")
@@ -143,6 +144,7 @@ def test_an_error_of_the_script_reaches_the_agent_with_its_message(tmp_path: Pat
     assert "ValueError: a mistake of the user" in outcome.stderr.split("ChildFailedError")[-1]
 
 
+@pytest.mark.slow
 def test_a_global_batch_smaller_than_the_world_is_rejected(tmp_path: Path) -> None:
     outcome = launch(tmp_path, 2, "--global-batch", 1)
     assert outcome.code != 0

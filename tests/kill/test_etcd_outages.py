@@ -101,6 +101,7 @@ def test_a_node_death_during_a_long_etcd_outage_pauses_the_job(
     assert {n.name: n.workers()[0].pid for n in job.running} == survivors
 
 
+@pytest.mark.slow
 def test_a_joining_node_registers_although_etcd_is_wiped(
     job: TrainingJob, etcd: EmbeddedEtcd
 ) -> None:

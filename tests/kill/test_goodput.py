@@ -275,7 +275,8 @@ def has_recovered(collected: Collected) -> bool:
     return any(collected.value(name, "node0", cause) for cause in ("lost", "failure"))
 
 
-@pytest.mark.parametrize("mode", ["in-process", pytest.param("restart", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["in-process", "restart"])
 def test_goodput_accounts_for_all_time_of_a_run_with_kills(
     etcd: EmbeddedEtcd, tmp_path: Path, collector: OtlpCollector, mode: str
 ) -> None:

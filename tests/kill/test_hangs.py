@@ -216,6 +216,7 @@ def test_a_receive_without_a_sender_is_a_lost_message(job: TrainingJob) -> None:
     assert "all 3 ranks wait in recv" in verdict["reason"]
 
 
+@pytest.mark.slow
 def test_a_worker_at_a_debugger_prompt_is_not_killed(job: TrainingJob) -> None:
     """The prompt stays open for longer than any step budget."""
     nodes = job.bring_to(3)

@@ -42,19 +42,18 @@ COMMITTED: dict[str, int | None] = {
 }
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 CELLS = (
-    (signal.SIGTERM, "join", 1),
     (signal.SIGHUP, "data", 1),
-    (signal.SIGUSR1, "compile", 1),
     (signal.SIGINT, "evaluation", 3),
-    (signal.SIGTERM, "evaluation of averaged weights", 1),
     (signal.SIGTERM, "averaged weights without copies", 1),
     (signal.SIGQUIT, "last step", 1),
-    (signal.SIGHUP, "forward", 1),
-    (signal.SIGQUIT, "callback", 1),
-    (signal.SIGTERM, "recovery", 1),
 )
 # The same mechanisms, at more moments and on more nodes.
 SLOW_CELLS = (
+    (signal.SIGTERM, "join", 1),
+    (signal.SIGUSR1, "compile", 1),
+    (signal.SIGTERM, "evaluation of averaged weights", 1),
+    (signal.SIGHUP, "forward", 1),
+    (signal.SIGQUIT, "callback", 1),
     (signal.SIGTERM, "import", 3),
     (signal.SIGINT, "data", 1),
     (signal.SIGTERM, "evaluation", 1),
@@ -69,7 +68,6 @@ SLOW_CELLS = (
             (signal.SIGINT, 1),
             (signal.SIGHUP, 3),
         )
-        if (number, moment, nodes) not in CELLS
     ),
 )
 REST = [

@@ -76,6 +76,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_undisturbed(tmp_path_factory.mktemp("alone"), alone, SCRIPT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

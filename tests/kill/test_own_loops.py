@@ -34,7 +34,7 @@ def notes(job: TrainingJob, what: str) -> list[dict[str, Any]]:
     return [note for line in lines if (note := json.loads(line))["what"] == what]
 
 
-@pytest.mark.parametrize("api", ["attempts", "plugin"])
+@pytest.mark.parametrize("api", ["attempts", pytest.param("plugin", marks=pytest.mark.slow)])
 def test_survivors_continue_in_custom_loops(etcd: EmbeddedEtcd, tmp_path: Path, api: str) -> None:
     with TrainingJob(
         [etcd.endpoint],

@@ -206,6 +206,7 @@ def test_the_finished_job_parks_its_pods_and_the_finisher_ends_them(
     workers.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_not_restarted(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     """Its pods park as usual, the finisher reports the failure, and nothing restarts."""
     folder, credentials = tmp_path / "job", tmp_path / "api"
