@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import functools
 import logging
 import sys
 import warnings
@@ -190,17 +191,21 @@ def replaced_names(tree: ast.Module) -> Iterator[str]:
                 yield ".".join([*path, name])
 
 
-def test_no_other_module_uses_a_private_name_of_torch() -> None:
-    files = [
-        p
+@functools.cache
+def parsed() -> dict[str, ast.Module]:
+    """Every module of this project, by its path."""
+    return {
+        str(path.relative_to(REPOSITORY)): ast.parse(path.read_text())
         for top in ("elastic", "checkpoints", "tests/kit")
-        for p in (REPOSITORY / top).rglob("*.py")
-    ]
-    trees = {str(p.relative_to(REPOSITORY)): ast.parse(p.read_text()) for p in files}
-    own = own_names(list(trees.values()))
+        for path in (REPOSITORY / top).rglob("*.py")
+    }
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    own = own_names(list(parsed().values()))
     found = {
         path: names
-        for path, tree in trees.items()
+        for path, tree in parsed().items()
         if path not in PLACES
         and not path.startswith("elastic/integrations/")  # names of frameworks; checked there
         and (names := set(foreign_names(tree, own)) - OF_PYTHON - ELSEWHERE.get(path, set()))
@@ -209,16 +214,10 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
 
 
 def test_replaced_attributes_of_other_modules_are_listed() -> None:
-    files = [
-        p
-        for top in ("elastic", "checkpoints", "tests/kit")
-        for p in (REPOSITORY / top).rglob("*.py")
-    ]
     found = {
         path: names
-        for file in files
-        if (path := str(file.relative_to(REPOSITORY))) not in PLACES
-        and (names := set(replaced_names(ast.parse(file.read_text()))))
+        for path, tree in parsed().items()
+        if path not in PLACES and (names := set(replaced_names(tree)))
     }
     assert found == REPLACED
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,10 @@ REPOSITORY = Path(__file__).parents[3]
 PAGE = REPOSITORY / "docs" / "guarantees.md"
 # Marks of tests that are not in `make test`, and the sign of their command on the page.
 SIGNS = {"slow": "†", "soak": "‡", "gpu": "‡"}
+MARK = re.compile(r"pytest\.mark\.(\w+)")
+OF_FILE = re.compile(r"^pytestmark = (\[.*?\]$|.*?$)", re.MULTILINE | re.DOTALL)
+FUNCTION = re.compile(r"((?:^[@ )\]#].*\n)*)^def (test_\w+)", re.MULTILINE)
+ALONE = re.compile(r"^@pytest\.mark\.\w+(?= *(?:#.*)?$)", re.MULTILINE)
 NAMED = re.compile(r"`(tests/[\w/.*]+|test_\w+(?:\.py)?)`([†‡]?)")
 
 
@@ -26,25 +29,22 @@ class Proof:
     sign: str
 
 
-def marks_in(nodes: list[ast.expr]) -> str:
+def sign_in(text: str) -> str:
     """The sign of the first mark, of a file or of a function, that excludes it from `make test`."""
-    names = [n.attr for node in nodes for n in ast.walk(node) if isinstance(n, ast.Attribute)]
-    return next((SIGNS[name] for name in names if name in SIGNS), "")
+    return next((SIGNS[name] for name in MARK.findall(text) if name in SIGNS), "")
 
 
 def proofs() -> Iterator[Proof]:
     for path in sorted((REPOSITORY / "tests").rglob("test_*.py")):
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        assigned = [node for node in body if isinstance(node, ast.Assign)]
-        of_file = marks_in([n.value for n in assigned if ast.unparse(n.targets[0]) == "pytestmark"])
-        for node in body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                # Marks of some parameters only do not count: the others run.
-                marks = [d for d in node.decorator_list if not isinstance(d, ast.Call)]
-                where = str(path.relative_to(REPOSITORY))
-                yield Proof(where, node.name, of_file or marks_in(marks))
-            elif isinstance(node, ast.Assign) and ast.unparse(node.value).endswith(".TestCase"):
-                yield Proof(str(path.relative_to(REPOSITORY)), "TestCase", of_file)
+        text = path.read_text(encoding="utf-8")
+        of_file = "".join(sign_in(marks) for marks in OF_FILE.findall(text))
+        where = str(path.relative_to(REPOSITORY))
+        for decorators, name in FUNCTION.findall(text):
+            # Marks of some parameters only do not count: the others run.
+            own = "".join(sign_in(line) for line in ALONE.findall(decorators))
+            yield Proof(where, name, (of_file or own)[:1])
+        if ".TestCase\n" in text:
+            yield Proof(where, "TestCase", of_file[:1])
 
 
 def sign_of(name: str, known: list[Proof]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +11,17 @@ from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parents[3]
 CONSTRUCTORS = {function.__name__ for function in _device_constructors()}
+CALL = re.compile(rf"\btorch\.({'|'.join(CONSTRUCTORS)})\(")
 # Scripts, which may use their default device, and code that runs only in tests.
 EXEMPT = ("elastic/cli/scripts/", "elastic/testing/", "checkpoints/testing/")
 
 
 def unplaced(path: Path) -> Iterator[str]:
     """Calls of torch's constructors without a device."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    if not CALL.search(text):  # most files: parsing all of them takes seconds
+        return
+    for node in ast.walk(ast.parse(text)):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
