@@ -17,7 +17,7 @@ def cluster_backend() -> Iterator[ClusterBackend]:
         yield ClusterBackend(cluster)
 
 
-@pytest.fixture(params=["memory", "etcd", "three members"])
+@pytest.fixture(params=["memory", "etcd", pytest.param("three members", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "memory":
         return MemoryBackend()

@@ -22,8 +22,14 @@ ATTEMPT = f".tmp-{NAME}"
 PART_BYTES = 5 << 20  # the minimum of S3
 REMOVED = f".tmp-removed-{NAME}"
 DISKS = ["local", "folder", "memory", "faulty without a fault", "node memory"]
-OBJECTS = ["objects in memory", "objects on disk", "objects in s3"]
-OBJECTS += ["folder without renames of folders", "folder without renames"]
+OBJECTS = [
+    "objects in memory",
+    "objects on disk",
+    "folder without renames of folders",
+    "folder without renames",
+    # tests/integration/test_checkpoint_objects.py saves and loads there.
+    pytest.param("objects in s3", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def kill_after_start(root: Path, generation: int, delay_s: float) -> set[str]:
 @pytest.mark.parametrize(
     "kills",
     [
-        10,
+        5,
         pytest.param(50, marks=pytest.mark.slow),
         pytest.param(1000, marks=pytest.mark.soak),
     ],

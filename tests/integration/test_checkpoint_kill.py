@@ -17,7 +17,6 @@ import checkpoints
 from elastic.testing.forks.child import fork
 
 KEEP = 3
-ROUNDS = 40
 ELEMENTS = 40_000  # of 8 bytes: large enough to be killed in the middle of a write
 
 
@@ -86,10 +85,11 @@ def _kill_after_start(root: Path, generation: int, delay_s: float) -> str:
     return lines[-1]
 
 
-def test_listed_checkpoints_are_complete_after_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_listed_checkpoints_are_complete_after_a_kill(tmp_path: Path, kills: int) -> None:
     chance = random.Random(7)
     last_step, last_lineage = 0, checkpoints.derive_lineage(None, 0)
-    for generation in range(1, ROUNDS + 1):
+    for generation in range(1, kills + 1):
         reported = _kill_after_start(tmp_path, generation, chance.uniform(0, 0.03))
         listed = checkpoints.list_checkpoints(tmp_path)
         names = [info.name for info in listed]
@@ -103,8 +103,8 @@ def test_listed_checkpoints_are_complete_after_a_kill(tmp_path: Path) -> None:
         assert found.skipped == ()
         assert found.checkpoint.step > last_step  # every run advances
         last_step, last_lineage = found.checkpoint.step, found.checkpoint.lineage
-    assert len(last_lineage) == ROUNDS
-    checkpoints.collect_garbage(tmp_path, generation=ROUNDS + 1, nonce="ff")
+    assert len(last_lineage) == kills
+    checkpoints.collect_garbage(tmp_path, generation=kills + 1, nonce="ff")
     assert list(tmp_path.glob(".tmp-*")) == []
 
 

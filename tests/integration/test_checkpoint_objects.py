@@ -102,6 +102,7 @@ def test_transient_failures_of_the_object_store_are_retried(server: S3Server, ro
     assert checkpoints.list_checkpoints(root)[0].step == 1
 
 
+@pytest.mark.slow
 def test_a_permanent_failure_of_the_object_store_fails_only_the_save(
     server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,11 +132,13 @@ def test_missing_credentials_are_named_in_the_error(
         checkpoints.latest(root)
 
 
+@pytest.mark.slow
 def test_a_missing_bucket_fails_the_save(root: str) -> None:
     with pytest.raises(checkpoints.SaveError):
         save("s3://no-such-bucket/jobs", 1)
 
 
+@pytest.mark.slow
 def test_a_large_tensor_is_stored_by_multipart_upload(
     server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

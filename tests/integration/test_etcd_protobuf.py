@@ -65,8 +65,10 @@ def install(folder: Path, requirement: str) -> Path:
     "version",
     [
         "3.20.3",
-        *(pytest.param(v, marks=pytest.mark.slow) for v in ("4.25.0", "5.29.0", "6.30.0")),
-        "7.34.0",
+        *(
+            pytest.param(v, marks=pytest.mark.slow)
+            for v in ("4.25.0", "5.29.0", "6.30.0", "7.34.0")
+        ),
     ],
 )
 def test_the_etcd_client_works_with_protobuf(

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+from _pytest.mark import ParameterSet
 from etcd_certificates import Authority
 from hostile import Port, from_many_addresses, unix
 
@@ -38,8 +40,19 @@ KEY = SecretKey.generate()
 DEADLINE_S = 30.0
 BETWEEN_NODES = ("liveness", "store", "memory")
 WITH_TLS = tuple(f"{kind}+tls" for kind in BETWEEN_NODES)
-AUTHENTICATED = ("link", *BETWEEN_NODES, *WITH_TLS)
-ALL = (*AUTHENTICATED, "health")
+
+
+def parameters(*kinds: str) -> list[ParameterSet]:
+    """The listeners for a test. TLS is the same layer below each of them, so that `make test` has
+    one of them with it."""
+    return [
+        pytest.param(kind, marks=[pytest.mark.slow] if kind in WITH_TLS[1:] else [])
+        for kind in kinds
+    ]
+
+
+AUTHENTICATED = parameters("link", *BETWEEN_NODES, *WITH_TLS)
+ALL = [*AUTHENTICATED, *parameters("health")]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from listeners import (
     Cost,
     assert_flat,
     listening,
+    parameters,
     patient_with_strangers,
     tight,
 )
@@ -71,7 +72,9 @@ def test_a_client_that_trickles_bytes_is_disconnected(kind: str, tmp_path: Path)
         assert_flat(before)
 
 
-@pytest.mark.parametrize("kind", [k for k in AUTHENTICATED if not k.startswith("memory")])
+@pytest.mark.parametrize(
+    "kind", parameters("link", "liveness", "store", "liveness+tls", "store+tls")
+)
 def test_an_incomplete_message_times_out(kind: str, tmp_path: Path) -> None:
     """Even from an authenticated peer. (The memory server has a deadline for each exchange.)"""
     with listening(kind, tmp_path, patient_with_strangers) as listener:

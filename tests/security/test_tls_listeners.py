@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 from etcd_certificates import Authority
 from hostile import client_hello
-from listeners import KEY, WITH_TLS, Cost, Listener, assert_flat, listening, patient, tight
+from listeners import (
+    KEY,
+    WITH_TLS,
+    Cost,
+    Listener,
+    assert_flat,
+    listening,
+    parameters,
+    patient,
+    tight,
+)
 from raw_peer import is_hung_up_on, prove
 
 from elastic.telemetry.log import get_logger
@@ -27,7 +37,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return logged
 
 
-@pytest.fixture(params=WITH_TLS)
+@pytest.fixture(params=parameters(*WITH_TLS))
 def listener(
     request: pytest.FixtureRequest, tmp_path: Path, lines: list[str]
 ) -> Iterator[Listener]:
@@ -35,7 +45,7 @@ def listener(
         yield from at_no_cost(made)
 
 
-@pytest.fixture(params=WITH_TLS)
+@pytest.fixture(params=parameters(*WITH_TLS))
 def tight_listener(
     request: pytest.FixtureRequest, tmp_path: Path, lines: list[str]
 ) -> Iterator[Listener]:
