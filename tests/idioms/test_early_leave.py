@@ -219,7 +219,13 @@ def train():
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=pytest.mark.soak if "collective" in way else []) for way in WAYS],
+    [
+        pytest.param(
+            way,
+            marks=pytest.mark.soak if "collective" in way else pytest.mark.slow if n > 2 else [],
+        )
+        for n, way in enumerate(WAYS)
+    ],
 )
 def test_ranks_that_leave_together_continue(runs: IdiomRuns, tmp_path: Path, way: str) -> None:
     script = script_of(tmp_path, way, "return i == 5")

@@ -120,7 +120,7 @@ def train():
     assert "WARNING" not in outcome.describe()
 
 
-@pytest.mark.parametrize("at", [8, 9, 11])
+@pytest.mark.parametrize("at", [8, *(pytest.param(at, marks=pytest.mark.slow) for at in (9, 11))])
 def test_an_accumulation_with_shifted_boundaries_is_rejected(
     runs: IdiomRuns, tmp_path: Path, at: int
 ) -> None:

@@ -214,10 +214,12 @@ def assert_refused(outcome: RunOutcome, begin: int, name: str) -> None:
 @pytest.mark.parametrize(
     ("way", "dims", "size", "per_node"),
     [
-        pytest.param("two in turn", (), 2, 1, id="modules"),
+        pytest.param("two in turn", (), 2, 1, id="modules", marks=pytest.mark.slow),
         pytest.param("two in turn means", REPLICAS, 2, 1, id="sharded modules"),
         pytest.param("in one in turn", REPLICAS, 2, 1, id="parts of a module"),
-        pytest.param("two routed", ("pp=1",), 3, 1, id="stages of several modules"),
+        pytest.param(
+            "two routed", ("pp=1",), 3, 1, id="stages of several modules", marks=pytest.mark.slow
+        ),
         pytest.param("two in turn", ("tp=2",), 4, 2, id="tensor parallel", marks=pytest.mark.soak),
     ],
 )

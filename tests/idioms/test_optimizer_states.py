@@ -165,7 +165,12 @@ SIZES = {"replicas": 4, "build": 2}
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"), [("whole", "replicas"), ("rows", "build"), ("bfloat16", "build")]
+    ("kind", "way"),
+    [
+        pytest.param("whole", "replicas", marks=pytest.mark.slow),
+        ("rows", "build"),
+        pytest.param("bfloat16", "build", marks=pytest.mark.slow),
+    ],
 )
 def test_state_survives_a_death(runs: IdiomRuns, kind: str, way: str) -> None:
     size = SIZES[way]

@@ -107,6 +107,7 @@ def assert_same(outcome: RunOutcome, alone: dict[str, torch.Tensor]) -> None:
             torch.testing.assert_close(worker.result[name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_three_ranks_with_uneven_shares_train_like_one(
     undisturbed: RunOutcome, alone: dict[str, torch.Tensor]
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_death_does_not_change_the_result(
     check(train, undisturbed, alone, 0, counted, is_replaced)
 
 
+@pytest.mark.slow
 def test_a_death_with_automatic_saves_does_not_change_the_result(
     train: Train, undisturbed: RunOutcome, alone: dict[str, torch.Tensor]
 ) -> None:

@@ -43,7 +43,7 @@ def undisturbed(runs: IdiomRuns, script: Path) -> RunOutcome:
     return outcome
 
 
-@pytest.mark.parametrize("counted", [LINES, CALLS])
+@pytest.mark.parametrize("counted", [LINES, pytest.param(CALLS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )

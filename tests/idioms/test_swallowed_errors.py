@@ -106,7 +106,21 @@ def train():
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+# One in each part of a step; the others go the same ways.
+IN_MAKE_TEST = (
+    "a collective after the update",
+    "the backward pass, and the loop goes on with what it has",
+    "an epoch",
+)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(loop, marks=[] if loop in IN_MAKE_TEST else [pytest.mark.slow])
+        for loop in LOOPS
+    ],
+)
 def test_a_fault_caught_by_the_script_loses_no_step(
     runs: IdiomRuns, tmp_path: Path, loop: str
 ) -> None:

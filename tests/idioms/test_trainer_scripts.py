@@ -248,7 +248,13 @@ def test_optimizers_in_the_backward_pass_are_refused_in_replicas(trainer: Traine
         assert "run.build supports optimizers in the backward pass" in error
 
 
-@pytest.mark.parametrize("place", [0.4, 0.6], ids=["in an earlier step", "in the last step"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(0.4, id="in an earlier step", marks=pytest.mark.slow),
+        pytest.param(0.6, id="in the last step"),
+    ],
+)
 def test_a_step_that_is_counted_before_its_batch_is_counted_once_or_refused(
     trainer: TrainerRuns, place: float
 ) -> None:
