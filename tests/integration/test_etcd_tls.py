@@ -61,7 +61,7 @@ def test_a_server_certificate_of_another_authority_is_refused(connect: Connect, 
             cacert=site.stranger_cacert,
             cert=site.client.cert,
             key=site.client.key,
-            connect_timeout_s=3,
+            connect_timeout_s=PATIENCE_S,
         )
     assert site.etcd.endpoint in caught.value.message
     assert "cacert" in caught.value.hint
@@ -74,27 +74,27 @@ def test_a_client_certificate_of_another_authority_is_refused(connect: Connect, 
             cacert=site.cacert,
             cert=site.stranger.cert,
             key=site.stranger.key,
-            connect_timeout_s=3,
+            connect_timeout_s=PATIENCE_S,
         )
 
 
 def test_a_missing_client_certificate_is_refused(connect: Connect, site: Site) -> None:
     with pytest.raises(StoreRefused, match=r"(?i)certificate"):
-        connect(site.etcd.endpoint, cacert=site.cacert, connect_timeout_s=3)
+        connect(site.etcd.endpoint, cacert=site.cacert, connect_timeout_s=PATIENCE_S)
 
 
 def test_a_plaintext_client_of_a_tls_server_gets_a_clear_error(
     connect: Connect, site: Site
 ) -> None:
     with pytest.raises(StoreRefused, match="the server speaks TLS"):
-        connect(site.etcd.endpoint, connect_timeout_s=3)
+        connect(site.etcd.endpoint, connect_timeout_s=PATIENCE_S)
 
 
 def test_a_tls_client_of_a_plaintext_server_gets_a_clear_error(
     connect: Connect, site: Site, shared_etcd: EmbeddedEtcd
 ) -> None:
     with pytest.raises(StoreRefused, match="does not speak TLS"):
-        connect(shared_etcd.endpoint, cacert=site.cacert, connect_timeout_s=3)
+        connect(shared_etcd.endpoint, cacert=site.cacert, connect_timeout_s=PATIENCE_S)
 
 
 def test_a_certificate_for_another_host_is_refused(connect: Connect, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_certificate_for_another_host_is_refused(connect: Connect, tmp_path: P
         EmbeddedEtcd(certificates=certificates) as etcd,
         pytest.raises(StoreRefused, match=r"certificate is not made out to 127\.0\.0\.1"),
     ):
-        connect(etcd.endpoint, cacert=authority.cacert, connect_timeout_s=3)
+        connect(etcd.endpoint, cacert=authority.cacert, connect_timeout_s=PATIENCE_S)
 
 
 def test_an_unreadable_certificate_file_is_named(connect: Connect, tmp_path: Path) -> None:

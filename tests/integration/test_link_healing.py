@@ -132,7 +132,10 @@ def test_an_agent_without_a_link_counts_as_alive_until_its_process_ends(
     client.close()
 
 
-def test_closing_does_not_wait_for_a_connection_attempt(processes: Processes) -> None:
+def test_closing_does_not_wait_for_a_connection_attempt(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.link.link.LINK_CONNECT_S", 2 * DEADLINE_S)
     process, path = processes.agent()
     client = connect(path)
     assert process.stdin is not None
@@ -140,7 +143,7 @@ def test_closing_does_not_wait_for_a_connection_attempt(processes: Processes) ->
     eventually(lambda: len(client.sockets()) == 2)
     closed = threading.Thread(target=client.close, name="closer", daemon=True)
     closed.start()
-    closed.join(5.0)  # half of what an attempt to connect may take
+    closed.join(DEADLINE_S)
     assert not closed.is_alive()
 
 

@@ -112,7 +112,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
 def test_a_killed_job_resumes_at_another_world_size_without_loss(
     tmp_path: Path, undisturbed: torch.Tensor, before: int, after: int
 ) -> None:
-    rank, step = random.randrange(before), random.randrange(1, 11)
+    draw = random.Random(f"{before} {after}")
+    rank, step = draw.randrange(before), draw.randrange(1, 11)
     (tmp_path / "die").write_text(f"{rank} {step}")
     args = ("--checkpoints", tmp_path / "saved", "--die", tmp_path / "die")
     assert launch(tmp_path, before, *args).code != 0

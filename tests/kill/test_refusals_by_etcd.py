@@ -41,9 +41,11 @@ class Ended:
     took_s: float
 
 
-def elastic_run(endpoint: str, *flags: str, conf: str = "") -> Ended:
+def elastic_run(
+    endpoint: str, *flags: str, conf: str = "", connect_timeout_s: float = PATIENCE_S
+) -> Ended:
     """Run one node: ``elastic run``, which must exit on its own."""
-    settings = f"connect_timeout_s={CONNECT_TIMEOUT_S}" + (f",{conf}" if conf else "")
+    settings = f"connect_timeout_s={connect_timeout_s}" + (f",{conf}" if conf else "")
     command = [
         *(sys.executable, "-m", "elastic.cli.main", "run"),
         *(f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={settings}", "--local-addr=127.0.0.1"),
@@ -63,7 +65,7 @@ def test_an_endpoint_without_a_listener_is_reported() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound but not listening: refuses, and stays reserved
         endpoint = f"127.0.0.1:{held.getsockname()[1]}"
-        ended = elastic_run(endpoint)
+        ended = elastic_run(endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
     assert ended.code == 69, ended.output
     assert endpoint in ended.output
     assert "refused" in ended.output
@@ -74,7 +76,7 @@ def test_an_endpoint_without_a_listener_is_reported() -> None:
 def test_an_endpoint_that_is_not_etcd_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = f"127.0.0.1:{mute.getsockname()[1]}"
-        ended = elastic_run(endpoint)
+        ended = elastic_run(endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
     assert ended.code == 69, ended.output
     assert endpoint in ended.output
     assert is_within(ended.took_s, 2 * CONNECT_TIMEOUT_S + START_S)
@@ -159,10 +161,12 @@ def etcd_with_password() -> Iterator[EmbeddedEtcd]:
     rpc = load_rpc()
     with EmbeddedEtcd() as etcd, load_grpc().insecure_channel(etcd.endpoint) as channel:
         auth = rpc.AuthStub(channel)
-        auth.UserAdd(rpc.AuthUserAddRequest(name="root", password="right"), timeout=10)
-        auth.RoleAdd(rpc.AuthRoleAddRequest(name="root"), timeout=10)
-        auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"), timeout=10)
-        auth.AuthEnable(rpc.AuthEnableRequest(), timeout=10)
+        auth.UserAdd(rpc.AuthUserAddRequest(name="root", password="right"), timeout=PATIENCE_S)
+        auth.RoleAdd(rpc.AuthRoleAddRequest(name="root"), timeout=PATIENCE_S)
+        auth.UserGrantRole(
+            rpc.AuthUserGrantRoleRequest(user="root", role="root"), timeout=PATIENCE_S
+        )
+        auth.AuthEnable(rpc.AuthEnableRequest(), timeout=PATIENCE_S)
         yield etcd
 
 

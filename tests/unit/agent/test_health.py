@@ -26,6 +26,7 @@ from elastic.agent.health import (
 from elastic.agent.node import Watchdog
 from elastic.errors import ConfigError
 from elastic.membership.records import Done, Node, NodeState, Outcome, WorldRecord
+from elastic.testing.waiting import PATIENCE_S
 from elastic.wire.messages import WorldState
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")
@@ -145,7 +146,7 @@ def server() -> Iterator[HealthServer]:
 
 
 def ask(port: int, path: str, method: str = "GET") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request(method, path)
         answer = connection.getresponse()
@@ -173,7 +174,7 @@ def test_an_unsupported_path_or_method_is_rejected(
     "sent", [b"", b"GET /livez HTTP/1.1\r\n", b"\xff\x00\r\n\r\n", b"x" * (2 * MAX_REQUEST)]
 )
 def test_malformed_requests_do_not_affect_other_clients(server: HealthServer, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as client:
         client.sendall(sent)
         assert ask(server.port, "/livez")[0] == 200
 
@@ -181,7 +182,9 @@ def test_malformed_requests_do_not_affect_other_clients(server: HealthServer, se
 def test_idle_clients_beyond_the_limit_do_not_block_other_clients(server: HealthServer) -> None:
     with ExitStack() as idle:
         for _ in range(2 * MAX_CONNECTIONS):
-            idle.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            idle.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
+            )
             assert ask(server.port, "/livez")[0] == 200
 
 
@@ -190,7 +193,7 @@ def test_an_idle_client_is_disconnected() -> None:
     server = HealthServer(0, ROUTES, on_error=fail, clock=clock)
     server.start()
     try:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as client:
             client.sendall(b"GET /livez")
             assert ask(server.port, "/livez")[0] == 200  # by now the connection is accepted
             clock.advance(HEALTH_CONNECTION_S + 1)

@@ -17,6 +17,7 @@ import checkpoints
 from checkpoints.memory import MAX_REQUEST, NodeMemory, PeerAddress, PeerServer, PeerStorage
 from checkpoints.storage import LocalStorage, Storage
 from checkpoints.tiers import TieredStorage
+from elastic.testing.waiting import PATIENCE_S
 from elastic.wire.base import AuthenticationError, ProtocolError
 from elastic.wire.channel import Channel
 from elastic.wire.handshake import Credentials, SecretKey, ServerHandshake, frame
@@ -223,7 +224,7 @@ def _listening() -> Iterator[tuple[int, Callable[[], socket.socket]]]:
 
 @pytest.mark.parametrize("payload", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 200])
 def test_invalid_data_of_a_stranger_is_harmless(node: Node, payload: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", node.server.port), timeout=10) as stranger:
+    with socket.create_connection(("127.0.0.1", node.server.port), timeout=PATIENCE_S) as stranger:
         stranger.sendall(payload)
         with contextlib.suppress(ConnectionResetError):
             while payload and stranger.recv(1000):  # until the server closes it
@@ -277,7 +278,8 @@ def test_an_invalid_request_is_answered_with_an_error(
 
 def _wire(node: Node) -> Channel:
     wire = Channel(
-        socket.create_connection(("127.0.0.1", node.server.port), timeout=10), timeout_s=10
+        socket.create_connection(("127.0.0.1", node.server.port), timeout=PATIENCE_S),
+        timeout_s=PATIENCE_S,
     )
     wire.authenticate(KEY, expected="a")
     return wire

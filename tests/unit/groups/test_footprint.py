@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from elastic.groups.group import Footprint
+from elastic.testing.waiting import PATIENCE_S
 
 
 class Loop:
@@ -42,7 +43,7 @@ def test_a_group_whose_loop_gets_the_number_of_the_last_ones_is_shut_down(
     footprint.seal()
     assert group.connection.fileno() in footprint.sockets()
     footprint.shut_down()
-    group.connection.settimeout(10.0)
+    group.connection.settimeout(PATIENCE_S)
     assert group.connection.recv(1) == b""
 
 

@@ -19,6 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from elastic.errors import Superseded
 from elastic.groups.store import StoreServer, WorldStore, connect
+from elastic.testing.waiting import PATIENCE_S
 from elastic.wire.handshake import SecretKey, frame
 
 SOON = datetime.timedelta(milliseconds=20)
@@ -158,7 +159,7 @@ def test_an_invalid_request_closes_only_its_connection(
     """From a client that knows the run's key: a bug, or a compromised worker."""
     store = client()
     with socket.create_connection(("127.0.0.1", port)) as bad:
-        bad.settimeout(10)
+        bad.settimeout(PATIENCE_S)
         prove(bad, KEY, "n1")
         bad.sendall(frame(sent))
         assert is_hung_up_on(bad)
@@ -177,7 +178,7 @@ def test_an_invalid_request_closes_only_its_connection(
 def test_garbage_closes_only_its_connection(client: Connect, port: int, garbage: bytes) -> None:
     store = client()
     with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.settimeout(10)
+        stranger.settimeout(PATIENCE_S)
         stranger.sendall(garbage)
         assert is_hung_up_on(stranger)
     store.set("a", "1")
@@ -208,7 +209,9 @@ def test_connections_are_limited(client: Connect) -> None:
 def test_the_next_store_can_reuse_the_port_immediately(port: int) -> None:
     for _ in range(3):
         server = StoreServer(port, nonce="n1", size=2, key=KEY)
-        store = connect("127.0.0.1", port, nonce="n1", key=KEY, timeout_s=10, give_up=lambda: None)
+        store = connect(
+            "127.0.0.1", port, nonce="n1", key=KEY, timeout_s=PATIENCE_S, give_up=lambda: None
+        )
         store.set("a", "1")
         server.close()
         store.close()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from elastic.link import link
+from elastic.testing.waiting import PATIENCE_S
 
 
 def in_a_child(check: Callable[[], bool]) -> bool:
@@ -39,7 +40,7 @@ def test_a_covered_socket_closes_although_a_forked_child_lives() -> None:
     try:
         link.uncover([ours.fileno()])
         ours.close()
-        peers.settimeout(20)
+        peers.settimeout(PATIENCE_S)
         assert peers.recv(1) == b""
     finally:
         os.close(lets_go)

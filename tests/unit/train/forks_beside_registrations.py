@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic.train.loader import ElasticLoader
 
-FORKS = 150
-HANGS_S = 10.0  # of a process that needs a millisecond of a core
+FORKS = 100
+HANGS_S = 60.0  # of a process that needs a millisecond of a core, on a machine that others use
 BETWEEN_LOOKS = 1000  # registrations, of less than a microsecond each
 
 
