@@ -207,8 +207,15 @@ def test_hostile_names_are_escaped(browser: Any, job: FakeJob, tmp_path: Path) -
         assert console_messages(browser) == [], "the content security policy blocked nothing"
 
 
-@pytest.mark.parametrize("size", ["desktop", "phone"])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("theme", "size"),
+    [
+        ("light", "desktop"),
+        pytest.param("light", "phone", marks=pytest.mark.slow),
+        pytest.param("dark", "desktop", marks=pytest.mark.slow),
+        ("dark", "phone"),
+    ],
+)
 def test_contrast_labels_and_width_are_accessible(
     browser: Any, job: FakeJob, tmp_path: Path, size: str, theme: str
 ) -> None:
@@ -277,6 +284,7 @@ def test_all_controls_are_reachable_by_keyboard(browser: Any, job: FakeJob) -> N
         ]
 
 
+@pytest.mark.slow
 def test_without_javascript_the_page_is_complete_and_reloads_itself(job: FakeJob) -> None:
     dashboard = DashboardUnderTest(job)
     with chromium(javascript=False) as browser, dashboard.served() as port:

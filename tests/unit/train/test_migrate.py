@@ -99,8 +99,13 @@ IMAGENET = Example(
     kill_at_step=17,
     needs_torchrun=True,
 )
+EXAMPLES_OF_PORTS = (TUTORIAL, NANOGPT, IMAGENET)
 ALL = pytest.mark.parametrize(
-    "example", [TUTORIAL, NANOGPT, IMAGENET], ids=lambda example: example.name
+    "example",
+    [
+        pytest.param(port, id=port.name, marks=[] if port is TUTORIAL else [pytest.mark.slow])
+        for port in EXAMPLES_OF_PORTS
+    ],
 )
 
 
@@ -230,7 +235,7 @@ def test_a_complete_job_does_not_train_further(runs: Runs, example: Example) -> 
     assert_same(example, outcome, runs)
 
 
-@ALL
+@pytest.mark.parametrize("example", EXAMPLES_OF_PORTS, ids=lambda example: example.name)
 def test_a_port_is_small(example: Example) -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "migration_diffs.py"))
     changed = page["changed_lines"](example.script("before"), example.script("after"))

@@ -32,7 +32,7 @@ def uninterrupted(epochs: int) -> torch.Tensor:
         return script.weights()
 
 
-@pytest.mark.parametrize("stop_after", [1, 4, 6, 7, 11])
+@pytest.mark.parametrize("stop_after", [1, 6, 11])
 def test_a_killed_job_resumes_to_the_weights_of_an_uninterrupted_one(
     tmp_path: Path, stop_after: int
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,8 @@ import checkpoints
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
 from elastic.groups.world import world_from_environment
 from elastic.telemetry.events import RunClosed
+from elastic.testing.forks.server import run_forked
+from elastic.testing.waiting import PATIENCE_S
 from elastic.train import checks
 from elastic.train.folder import CheckpointFolder, Checkpoints
 from elastic.train.run import Run, start_components
@@ -380,13 +381,12 @@ def test_an_object_without_state_dict_cannot_be_tracked() -> None:
 
 
 def test_a_debug_level_that_crashes_workers_is_rejected() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import elastic; elastic.join()"],
-        env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
-        capture_output=True,
-        text=True,
-        check=False,
+    code = (
+        "import elastic, torch.distributed as dist\n"
+        "dist.set_debug_level(dist.DebugLevel.DETAIL)  # as torch from TORCH_DISTRIBUTED_DEBUG\n"
+        "elastic.join()"
     )
+    done = run_forked([sys.executable, "-c", code], timeout_s=PATIENCE_S)
     assert done.returncode != 0
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then wraps process groups" in done.stderr
 
@@ -435,9 +435,8 @@ def test_join_in_a_child_process_names_the_guard(tmp_path: Path, is_guarded: boo
         "if __name__ == '__main__':\n    child.start()\n    child.join()"
     )
     script.write_text(CHILD.format(guard=guard if is_guarded else unguarded))
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_forked([sys.executable, str(script)], timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
     assert ("called in a data worker or another child process" in done.stderr) is not is_guarded
     assert ("[2]" in done.stdout) is is_guarded
 
