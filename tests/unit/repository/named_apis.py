@@ -57,11 +57,6 @@ _FILE = re.compile(
     r"/[\w./*{},-]*\w+(?:\.(?:py|md|json|yaml|sh|env))"
 )
 _TEST = re.compile(r"(?<![\w/])test_\w+(?![\w.*/])")
-# "docs/explanation/protocol.md, section 3", which a line break may divide; and a document that is
-# named in capitals, of which the repository has none with numbered sections.
-_BREAK = re.compile(r"\s*\n\s*(?:#+ )?\s*")
-_SECTION = re.compile(r"(docs/[\w./-]+\.md),? sections? (\d+)")
-_CAPITALS = re.compile(r"\b[A-Z]{4,}(?:\.md)?,? sections? \d+")
 
 
 @dataclass(frozen=True)
@@ -100,18 +95,6 @@ def strings_of(source: str, name: str) -> Iterator[Text]:
             yield Text(f"{name}:{node.lineno}", node.value)
 
 
-def docstrings() -> Iterator[Text]:
-    """What the reference is made of: ``code`` of all docstrings."""
-    for package in PACKAGES:
-        for path in sorted((REPOSITORY / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                    text = ast.get_docstring(node) or ""
-                    place = f"{path.relative_to(REPOSITORY)}:{getattr(node, 'lineno', 1)}"
-                    for code in re.findall(r"``([^`]+)``", text):
-                        yield Text(place, code)
-
-
 def pages() -> Iterator[Text]:
     """Code in the pages: fenced blocks, line by line, and inline."""
     found = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -120,24 +103,6 @@ def pages() -> Iterator[Text]:
     for path in found:
         name = str(path.relative_to(REPOSITORY))
         yield from codes_of(path.read_text(), name)
-
-
-def whole_files() -> Iterator[Text]:
-    """Everything that a person reads in the repository: code with its comments, and pages."""
-    folders = (
-        "elastic",
-        "checkpoints",
-        "tests",
-        "benchmarks",
-        "scripts",
-        "examples",
-        "docs",
-        "deploy",
-    )
-    for folder in folders:
-        for path in sorted((REPOSITORY / folder).rglob("*.*")):
-            if path.suffix in (".py", ".md", ".yaml"):
-                yield Text(str(path.relative_to(REPOSITORY)), path.read_text())
 
 
 def codes_of(page: str, name: str) -> Iterator[Text]:
@@ -269,17 +234,6 @@ def unknown_files(text: str) -> Iterator[str]:
     for name in _TEST.findall(text):
         if name not in _tests():
             yield name
-
-
-def unknown_sections(text: str) -> Iterator[str]:
-    """Sections by number that no document of the repository has."""
-    line = _BREAK.sub(" ", text)
-    yield from _CAPITALS.findall(line)
-    for document, number in _SECTION.findall(line):
-        path = REPOSITORY / document
-        heading = re.compile(rf"^## {number}\. ", re.MULTILINE)
-        if not path.is_file() or not heading.search(path.read_text()):
-            yield f"{document}, section {number}"
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Messages, docstrings and pages name only existing functions, arguments, flags and files."""
+"""Messages and pages name only existing functions, arguments, flags and files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from named_apis import (
     REPOSITORY,
     Text,
     codes_of,
-    docstrings,
     messages,
     pages,
     strings_of,
@@ -20,9 +19,7 @@ from named_apis import (
     unknown_flags,
     unknown_keywords,
     unknown_names,
-    unknown_sections,
     unknown_variables,
-    whole_files,
 )
 
 from elastic.tuning.options import AgentOptions
@@ -48,10 +45,6 @@ def test_messages_name_only_existing_apis() -> None:
     assert unknown(messages(), *finders) == []
 
 
-def test_docstrings_name_only_existing_apis() -> None:
-    assert unknown(docstrings(), unknown_names, unknown_command_lines, unknown_variables) == []
-
-
 def test_pages_name_only_existing_apis() -> None:
     finders = (
         unknown_names,
@@ -61,13 +54,6 @@ def test_pages_name_only_existing_apis() -> None:
         unknown_files,
     )
     assert unknown(pages(), *finders) == []
-
-
-def test_named_sections_and_documents_exist() -> None:
-    texts = [
-        text for text in whole_files() if text.place != "tests/unit/repository/test_named_apis.py"
-    ]
-    assert unknown(texts, unknown_sections) == []
 
 
 @pytest.mark.parametrize(
@@ -87,14 +73,6 @@ def test_named_sections_and_documents_exist() -> None:
         ("set ELASTIC_LEASE_S and ELASTIC_LEESE_S", unknown_variables, ["ELASTIC_LEESE_S"]),
         ("see docs/nowhere.md, docs/data.md", unknown_files, ["docs/nowhere.md"]),
         ("test_messages_name_only_existing_apis, test_nothing", unknown_files, ["test_nothing"]),
-        ("docs/explanation/protocol.md, section 3", unknown_sections, []),
-        (
-            "docs/explanation/protocol.md,\n    # section 33",
-            unknown_sections,
-            ["docs/explanation/protocol.md, section 33"],
-        ),
-        ("docs/nowhere.md, section 1", unknown_sections, ["docs/nowhere.md, section 1"]),
-        ("rule 3 of PROTOCOL section 4", unknown_sections, ["PROTOCOL section 4"]),
     ],
 )
 def test_an_unknown_name_is_found(text: str, find: Finder, named: list[str]) -> None:
