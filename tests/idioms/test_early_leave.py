@@ -106,7 +106,10 @@ def script_of(folder: Path, way: str, leaves: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.slow] if n > 2 else []) for n, way in enumerate(WAYS)],
+)
 def test_a_rank_that_leaves_the_loop_alone_is_named_by_all_ranks(
     runs: IdiomRuns, tmp_path: Path, way: str
 ) -> None:

@@ -20,11 +20,16 @@ EPOCHS = 15
 # Its file, what it needs, and what it prints after each epoch.
 JOBS = [
     ("accelerate_loop.py", "accelerate", r"epoch (\d+): accuracy (0\.\d+)"),
-    ("fabric_loop.py", "lightning", r"epoch (\d+): accuracy (0\.\d+)"),
+    pytest.param(
+        "fabric_loop.py",
+        "lightning",
+        r"epoch (\d+): accuracy (0\.\d+)",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
-@pytest.mark.parametrize("example, needs, line", JOBS, ids=[job[1] for job in JOBS])
+@pytest.mark.parametrize("example, needs, line", JOBS, ids=["accelerate", "lightning"])
 def test_the_others_finish_when_a_node_dies(
     etcd: EmbeddedEtcd, tmp_path: Path, example: str, needs: str, line: str
 ) -> None:
