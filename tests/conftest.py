@@ -37,30 +37,37 @@ pytest_plugins = ["etcd_fixtures"]
 
 # Files that take a minute or more, mostly waiting.
 LONGEST = (
+    "test_leaving_matrix.py",
+    "test_in_process.py",
     "test_hangs.py",
+    "test_checkpoints_in_training.py",
+    "test_pod_lifecycle.py",
+    "test_checkpoint_sharded.py",
+    "test_worker_api.py",
+    "test_cut_from_etcd.py",
+    "test_deaths.py",
+    "test_cli_run.py",
+    "test_process_group.py",
+    "test_in_process_phases.py",
+    "test_last_checkpoints.py",
+    "test_etcd_outages.py",
+    "test_siblings.py",
+    # In `make test-all` only, or most of their tests.
     "test_injected_hangs.py",
     "test_deaths_in_replicas.py",
+    "test_in_process_on_streams.py",
     "test_building_in_worlds.py",
     "test_cli_demo_real.py",
-    "test_in_process_phases.py",
-    "test_pod_lifecycle.py",
     "test_network_faults.py",
-    "test_deaths.py",
-    "test_in_process.py",
     "test_mixed_nodes.py",
-    "test_cli_run.py",
-    "test_cut_from_etcd.py",
     "test_save_matrix.py",
-    "test_in_process_on_streams.py",
-    "test_etcd_outages.py",
     "test_frozen_agents.py",
-    "test_siblings.py",
     "test_partitions.py",
 )
 
 # Folders whose tests mostly wait for clusters, processes and timeouts, while others use the cores.
-# Then the folder with the longest file that computes all the time.
-FIRST = ("kill", "integration", "security", "contract", "idioms")
+# Then those with the longest files that compute all the time.
+FIRST = ("kill", "integration", "security", "contract", "idioms", "integrations", "generator")
 
 # Files in which all tests start clusters, and in which all are slow.
 ALL_OF_CLUSTERS = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.cluster\b", re.MULTILINE)
