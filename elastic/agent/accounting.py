@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from elastic.agent.roster import Failed
 from elastic.errors import BudgetSpent
+from elastic.hangs.verdict import Confidence
 from elastic.membership import budget
 from elastic.membership.budget import IN_A_ROW, FailedBuilds, has_no_state
 from elastic.membership.decision import listed
 from elastic.membership.failures import (
     Action,
-    Confidence,
     FailureFacts,
     FailureVerdict,
     is_consequence,

@@ -166,18 +166,24 @@ def listening_sinks(network: Network) -> Iterator[tuple[Sink, ...]]:
                     networks=tuple(n for n in interface.networks if _is_in(address, n)),
                 )
             )
+    with _served(servers, "sink"):
+        yield tuple(sinks)
+
+
+@contextlib.contextmanager
+def _served(servers: Sequence[socketserver.TCPServer], purpose: str) -> Iterator[None]:
     threads = [
         threading.Thread(
             target=server.serve_forever,
             args=(DOCTOR_SERVER_TURN_S,),
-            name=f"elastic-doctor-sink-{sink.port}",
+            name=f"elastic-doctor-{purpose}-{server.server_address[1]}",
         )
-        for server, sink in zip(servers, sinks, strict=True)
+        for server in servers
     ]
     for thread in threads:
         thread.start()
     try:
-        yield tuple(sinks)
+        yield
     finally:
         for server in servers:
             server.shutdown()
@@ -364,25 +370,9 @@ def listening_ports(address: str, wanted: Sequence[int]) -> Iterator[BoundPorts]
             servers.append(kind((address, port), _Echo))
         except OSError as error:
             errors.append(f"port {port}: {error.strerror}")
-    threads = [
-        threading.Thread(
-            target=s.serve_forever,
-            args=(DOCTOR_SERVER_TURN_S,),
-            name=f"elastic-doctor-port-{s.server_address[1]}",
-        )
-        for s in servers
-    ]
-    for thread in threads:
-        thread.start()
-    try:
+    with _served(servers, "port"):
         ports = tuple(int(server.server_address[1]) for server in servers)
         yield BoundPorts(ports=ports, errors=tuple(errors))
-    finally:
-        for server in servers:
-            server.shutdown()
-            server.server_close()
-        for thread in threads:
-            thread.join()
 
 
 def connect_to_all(targets: Sequence[tuple[int, str, int]]) -> list[ConnectionAttempt]:

@@ -229,7 +229,7 @@ class HangKind(str, Enum):
     LOST_MESSAGE = "lost-message"  # all wait in the same one
 
 
-class HangConfidence(str, Enum):
+class Confidence(str, Enum):
     """The confidence of a verdict."""
 
     HIGH = "high"
@@ -245,7 +245,7 @@ class Judgment:
     kind: HangKind
     culprits: tuple[int, ...]  # ranks
     culprit: RankFacts | None = None  # the first of them is the one acted upon
-    confidence: HangConfidence
+    confidence: Confidence
     reason: str
 
 
@@ -282,7 +282,7 @@ def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgmen
         kind=HangKind.STOPPED,
         culprits=(facts.rank,),
         culprit=facts,
-        confidence=HangConfidence.HIGH,
+        confidence=Confidence.HIGH,
         reason=f"{facts.name} is stopped: its process is in state T (SIGSTOP)",
     )
 
@@ -356,7 +356,7 @@ def _wait(reason: str) -> Judgment:
         action=HangAction.WAIT,
         kind=HangKind.NONE,
         culprits=(),
-        confidence=HangConfidence.HIGH,
+        confidence=Confidence.HIGH,
         reason=reason,
     )
 
@@ -373,7 +373,7 @@ def _leave_alone(debugged: Sequence[RankFacts]) -> Judgment:
         kind=HangKind.DEBUGGED,
         culprits=tuple(sorted(r.rank for r in debugged)),
         culprit=first,
-        confidence=HangConfidence.HIGH,
+        confidence=Confidence.HIGH,
         reason=f"{first.name} is being debugged ({by}): the job waits for it",
     )
 
@@ -388,7 +388,7 @@ def _kill(over: Sequence[RankFacts], waiting: Sequence[RankFacts]) -> Judgment:
         kind=HangKind.ABSENT,
         culprits=(culprit.rank,),
         culprit=culprit,
-        confidence=HangConfidence.HIGH if len(over) == 1 else HangConfidence.MEDIUM,
+        confidence=Confidence.HIGH if len(over) == 1 else Confidence.MEDIUM,
         reason=f"{culprit.name} hangs in {culprit.phase.label}{where}, {_why(culprit)}, "
         f"while {victims}",
     )
@@ -473,7 +473,7 @@ def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
             action=HangAction.ABORT_AND_REFORM,
             kind=HangKind.LOST_MESSAGE,
             culprits=(),
-            confidence=HangConfidence.MEDIUM,
+            confidence=Confidence.MEDIUM,
             reason=f"all {len(waiting)} ranks wait in {_call_verdict(waiting[0])} of step "
             f"{waiting[0].step}: a message was lost, or a connection is broken in one direction",
         )
@@ -498,7 +498,7 @@ def _mismatch(waiting: Sequence[RankFacts], calls: Counter[tuple[int, int, int, 
         action=HangAction.ABORT_AND_REFORM,
         kind=HangKind.MISMATCH,
         culprits=tuple(sorted(r.rank for r in out_of_order)),
-        confidence=HangConfidence.HIGH if has_majority else HangConfidence.LOW,
+        confidence=Confidence.HIGH if has_majority else Confidence.LOW,
         reason=f"{culprit.name} waits in {_place(culprit)} and rank {other.rank} in "
         f"{_place(other)}: a collective was skipped, or called in another order",
     )

@@ -9,6 +9,7 @@ import signal
 from dataclasses import dataclass
 from enum import Enum
 
+from elastic.hangs.verdict import Confidence
 from elastic.tracebacks import exception_line, exception_name, exception_of
 
 # ----------------------------------------------------------------------------
@@ -30,14 +31,6 @@ class Action(str, Enum):
     RESTART = "restart"  # the next world, with the same node
     EXCLUDE_NODE = "exclude-node"  # the next world without it, for the duration of the quarantine
     STOP = "stop"  # no attempt can succeed
-
-
-class Confidence(str, Enum):
-    """How sure a verdict is."""
-
-    HIGH = "high"
-    MEDIUM = "medium"
-    LOW = "low"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from elastic.errors import ConfigError, RecordError
 from elastic.hangs.page import RankFacts, RankStepTimes, StackGroup
-from elastic.hangs.verdict import FlightEntry, HangAction, HangConfidence, HangKind
+from elastic.hangs.verdict import Confidence, FlightEntry, HangAction, HangKind
 from elastic.wire import typed_json
 from elastic.wire.messages import (
     Cause,
@@ -490,7 +490,7 @@ class HangVerdict:
     generation: int
     action: HangAction
     kind: HangKind
-    confidence: HangConfidence
+    confidence: Confidence
     reason: str
     culprits: tuple[int, ...]  # ranks
     culprit: RankFacts | None  # the first of them

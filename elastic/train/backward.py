@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -305,3 +305,19 @@ class _Hook:
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         """Copy and pickle as a hook that does nothing."""
         return _Hook, ()
+
+
+# ----------------------------------------------------------------------------
+# Which parameters are trained: part of the job's state.
+
+
+def frozen_indices(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """Which parameters are not trained, in order."""
+    return [i for i, p in enumerate(parameters) if not p.requires_grad]
+
+
+def set_frozen(parameters: Iterable[nn.Parameter], indices: Collection[int]) -> None:
+    """Train all parameters except these."""
+    for index, parameter in enumerate(parameters):
+        if parameter.requires_grad is (index in indices):
+            parameter.requires_grad_(index not in indices)

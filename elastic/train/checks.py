@@ -496,6 +496,8 @@ def _described(entry: _Entry, modules: Mapping[str, nn.Module]) -> str:
 # existed before run.retry, the loop uses the copy, and the script overwrites no weights: then it
 # is no mere buffer for an evaluation. Otherwise a warning is logged.
 
+Loop = ast.For | ast.While
+
 _COPIES = ("deepcopy", "clone")
 _KEEPERS = ("track", "wrap")  # of a run: the copy is state of the job
 _OVERWRITES = ("load_state_dict", "copy_(", "lerp_(", "swap_")
@@ -521,7 +523,7 @@ def refuse_copies(
     for one in frames:
         if one is None:
             return
-        function = next((n for n in ast.walk(tree_of(one)) if _is_function(n, one.f_code)), None)
+        function = _function_of(one)
         if function is None:
             continue
         for copied in _copies(
@@ -546,8 +548,12 @@ def _refuse(copied: _Copy, *, is_certain: bool) -> None:
     get_logger().warning("%s\n  %s", what, hint)
 
 
-def _is_function(node: ast.AST, code: CodeType) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name == code.co_name
+def _function_of(frame: FrameType) -> ast.FunctionDef | None:
+    """The source of a frame's function; None for a module's, and if it is unknown."""
+    for node in ast.walk(tree_of(frame)):
+        if isinstance(node, ast.FunctionDef) and node.name == frame.f_code.co_name:
+            return node
+    return None
 
 
 def _variables_copied_weights(
@@ -585,11 +591,10 @@ def _is_empty(cell: CellType) -> bool:
 def _copies(
     function: ast.AST, line: int, variables: Mapping[str, object], trained: set[int]
 ) -> Iterator[_Copy]:
-    loops = (n for n in ast.walk(function) if isinstance(n, (ast.For, ast.While)))
-    around = (n.lineno for n in loops if n.lineno <= line <= (n.end_lineno or line))
-    loop = min(around, default=None)
-    if loop is None:
+    around = _loops_around(function, line)
+    if not around:
         return
+    loop = around[0].lineno
     for statement in _before(function, loop):
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
             continue
@@ -605,6 +610,13 @@ def _copies(
             continue
         if any(_is_use(n, name, after=loop) for n in ast.walk(function)):
             yield _Copy(name, ast.unparse(statement.value))
+
+
+def _loops_around(function: ast.AST, line: int) -> list[Loop]:
+    """The outermost first."""
+    loops = [n for n in ast.walk(function) if isinstance(n, Loop)]
+    around = [n for n in loops if n.lineno <= line <= (n.end_lineno or line)]
+    return sorted(around, key=lambda loop: loop.lineno)
 
 
 def _before(function: ast.AST, loop: int) -> Iterator[ast.stmt]:
@@ -774,11 +786,11 @@ def _counts_of_head(loop: ast.For, *, is_enumerated: bool) -> Iterator[str]:
     target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
     if called is None or not isinstance(target, ast.Name):
         return
-    if _is_named(called.func, "enumerate"):
+    if _name_of(called.func) == "enumerate":
         is_counted = is_enumerated
     else:
-        first = called.args[0] if _is_named(called.func, "zip") and called.args else None
-        is_counted = isinstance(first, ast.Call) and _is_named(first.func, "count")
+        first = called.args[0] if _name_of(called.func) == "zip" and called.args else None
+        is_counted = isinstance(first, ast.Call) and _name_of(first.func) == "count"
         starts = first.args[:1] if isinstance(first, ast.Call) else []
         is_counted = is_counted and all(isinstance(start, ast.Constant) for start in starts)
     if is_counted:
@@ -788,10 +800,9 @@ def _counts_of_head(loop: ast.For, *, is_enumerated: bool) -> Iterator[str]:
 def _counts_in_body(loop: ast.For, tree: ast.AST) -> Iterator[str]:
     """Variables that each iteration increments, and that only constants are assigned to."""
     counters = [_stored(n.target) for n in loop.body if isinstance(n, ast.AugAssign)]
-    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
     stored = [_stored(n) for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.arg))]
     for name in filter(None, counters):
-        values = [a.value for a in assigned if any(_stored(t) == name for t in a.targets)]
+        values = _assigned(name, tree)
         is_alone = stored.count(name) == len(values) + counters.count(name)
         if values and is_alone and all(isinstance(v, ast.Constant) for v in values):
             yield name
@@ -869,7 +880,7 @@ def _range_of(expression: ast.expr) -> ast.Call | None:
         return None
     if isinstance(expression.func, ast.Name) and expression.func.id in _RANGES:
         return expression
-    is_wrapper = any(_is_named(expression.func, name) for name in _WRAPPERS)
+    is_wrapper = any(_name_of(expression.func) == name for name in _WRAPPERS)
     return _range_of(expression.args[0]) if is_wrapper else None
 
 
@@ -886,8 +897,7 @@ def _as_range(loop: ast.While, tree: ast.AST) -> ast.For | None:
         return None
     name, is_less = test.left.id, isinstance(test.ops[0], ast.Lt) and len(test.ops) == 1
     stores = [_stored(n) for n in ast.walk(tree)].count(name)
-    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
-    values = [a.value for a in assigned if any(_stored(t) == name for t in a.targets)]
+    values = _assigned(name, tree)
     is_counted = isinstance(last, ast.AugAssign) and _stored(last.target) == name
     if not (is_less and is_counted and stores == 2 and len(values) == 1):
         return None
@@ -903,10 +913,6 @@ def _as_range(loop: ast.While, tree: ast.AST) -> ast.For | None:
         type_comment=f"while {ast.unparse(test)}",  # for the error
     )
     return ast.copy_location(counted, loop)
-
-
-def _is_named(function: ast.expr, name: str) -> bool:
-    return name in (getattr(function, "id", ""), getattr(function, "attr", ""))
 
 
 def _begins_alike(loop: ast.For, tree: ast.AST, *, has_own_state: bool) -> bool:
@@ -928,11 +934,16 @@ def _constant(name: str, tree: ast.AST) -> int | None:
     stores = [
         n for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.arg)) and _stored(n) == name
     ]
-    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
-    values = [a.value for a in assigned if any(_stored(t) == name for t in a.targets)]
+    values = _assigned(name, tree)
     if len(stores) != 1 or len(values) != 1 or not isinstance(values[0], ast.Constant):
         return None
     return values[0].value if isinstance(values[0].value, int) else None
+
+
+def _assigned(name: str, tree: ast.AST) -> list[ast.expr]:
+    """What is assigned to a variable, without updates and other targets."""
+    assigned = (n for n in ast.walk(tree) if isinstance(n, ast.Assign))
+    return [a.value for a in assigned if any(_stored(target) == name for target in a.targets)]
 
 
 def _stored(node: ast.AST) -> str:
@@ -1028,7 +1039,6 @@ def _refusal_counted_epochs(
 # printing. Factors and bounds are used for training. A sum of constants may be a count of samples
 # for a throughput, so there is only a warning of one.
 
-_LOOPS = (ast.For, ast.While)
 _ONLY_SHOWN = ("print", "log", "info", "debug", "add_scalar", "set_postfix", "format", "append")
 _BOUNDS = ("min", "max")
 _FACTORS = (ast.Mult, ast.Div, ast.Pow)
@@ -1074,11 +1084,10 @@ def _has_factor_or_bound(update: ast.stmt) -> bool:
 
 def _decays(tree: ast.AST, line: int) -> Iterator[tuple[str, ast.stmt]]:
     nodes = list(ast.walk(tree))
-    loops = [n for n in nodes if isinstance(n, _LOOPS)]
-    around = [n for n in loops if n.lineno <= line <= (n.end_lineno or n.lineno)]
+    around = _loops_around(tree, line)
     if not around:
         return
-    outermost = min(around, key=lambda n: n.lineno)
+    outermost = around[0]
     repeated = list(ast.walk(outermost))
     inside = set(map(id, repeated))
     stored = [n for n in nodes if isinstance(n, ast.Name) and _is_store(n)]
@@ -1153,8 +1162,7 @@ def _is_used(name: str, loop: ast.AST, update: ast.stmt) -> bool:
     others: set[int] = set(map(id, ast.walk(update)))
     for node in ast.walk(loop):
         if isinstance(node, ast.Call):
-            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            if called in _ONLY_SHOWN or called in _REPORTS:
+            if _name_of(node.func) in (*_ONLY_SHOWN, *_REPORTS):
                 others |= set(map(id, ast.walk(node)))
         elif isinstance(node, ast.JoinedStr):
             others |= set(map(id, ast.walk(node)))
@@ -1172,8 +1180,6 @@ def _is_used(name: str, loop: ast.AST, update: ast.stmt) -> bool:
 # in each step, and it is not refused, because the loop may end before.
 # Counts that are only printed, or that select the batches of an accumulation, cause no warning.
 
-Loop = ast.For | ast.While
-
 _REPORTS = (
     *("print", "log", "info", "debug", "warning", "write", "format", "add_scalar", "add_scalars"),
     *("set_postfix", "set_description", "log_metrics", "log_dict"),
@@ -1189,28 +1195,19 @@ def warn_of_local_state(frame: FrameType | None = None) -> None:
     for one in frames:
         if one is None:
             return
-        for function in ast.walk(tree_of(one)):
-            if isinstance(function, ast.FunctionDef) and function.name == one.f_code.co_name:
-                _warn_of(function, one.f_lineno)
-                break
-
-
-def _warn_of(function: ast.FunctionDef, line: int) -> None:
-    for name, first in _counters(function, line):
-        _warn_of_counter(name, first, function.name)
-
-
-def _warn_of_counter(name: str, first: int, function: str) -> None:
-    get_logger().warning(
-        "%s counts from %d again when run.retry calls its function again in the next world, while "
-        'the loop resumes. Call run.state.setdefault("%s", %d) in %s, and count in run.state["%s"]',
-        name,
-        first,
-        name,
-        first,
-        function,
-        name,
-    )
+        function = _function_of(one)
+        for name, first in _counters(function, one.f_lineno) if function is not None else ():
+            get_logger().warning(
+                "%s counts from %d again when run.retry calls its function again in the next "
+                'world, while the loop resumes. Call run.state.setdefault("%s", %d) in %s, and '
+                'count in run.state["%s"]',
+                name,
+                first,
+                name,
+                first,
+                one.f_code.co_name,
+                name,
+            )
 
 
 def _counters(function: ast.FunctionDef, line: int) -> Iterator[tuple[str, int]]:
@@ -1239,16 +1236,6 @@ def _counters(function: ast.FunctionDef, line: int) -> Iterator[tuple[str, int]]
         ):
             seen.add(name)
             yield name, first
-
-
-def _loops_around(function: ast.FunctionDef, line: int) -> list[Loop]:
-    """The outermost first."""
-    loops = [n for n in ast.walk(function) if isinstance(n, (ast.For, ast.While))]
-    return [n for n in loops if n.lineno <= line <= (n.end_lineno or line)]
-
-
-def _called(call: ast.Call) -> str:
-    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
 
 
 def _loop_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST | None:
@@ -1317,7 +1304,7 @@ def matters(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
         elif isinstance(parent, ast.JoinedStr):
             return False
         elif isinstance(parent, ast.Call):
-            if _called(parent) in _REPORTS:
+            if _name_of(parent.func) in _REPORTS:
                 return False
             matters = matters or node is not parent.func
         node = parent

@@ -274,17 +274,6 @@ class ElasticDDP(DDP):
         """False: gradients of passes under ``no_sync()`` are in the parameters' ``.grad``."""
         return False
 
-    def frozen_indices(self) -> list[int]:
-        """Which parameters are not trained, in order."""
-        return [i for i, p in enumerate(self.all_parameters) if not p.requires_grad]
-
-    def set_frozen(self, indices: list[int]) -> None:
-        """Train all parameters except these."""
-        frozen = set(indices)
-        for index, parameter in enumerate(self.all_parameters):
-            if parameter.requires_grad is (index in frozen):
-                parameter.requires_grad_(index not in frozen)
-
     def __getstate__(self) -> dict[str, Any]:
         """The state for ``copy.deepcopy`` and ``torch.save``: a wrapped module outside of a
         world."""

@@ -29,6 +29,7 @@ from elastic.train.checkpointing import Peers, leaving_s
 from elastic.train.current import Place
 from elastic.train.session import Session
 from elastic.tuning.intervals import (
+    BOUNDARY_S,
     LEAVE_SLICE_S,
 )
 from elastic.worker.sigterm import (
@@ -43,9 +44,6 @@ from elastic.worker.sigterm import (
 # A worker that torchrun has sent SIGTERM gets SIGKILL after 30 s (PContext.close, torch 2.11 to
 # 2.15): this leaves 6 s for the interpreter to exit.
 STOPPED_BY_TORCHRUN_S = 24.0
-# The main thread has this long to reach a step boundary, or to detect that peers are gone; then it
-# is interrupted. Without the dead rank the current step cannot be completed in any case.
-BOUNDARY_S = 4.0
 # A main thread that has not executed the handler of an interrupt for this long runs native code. If
 # it only waits for a core, nothing is lost: the handler is the next Python that it executes.
 NATIVE_CODE_S = 1.0
@@ -285,6 +283,8 @@ class _Deadlines:
 
     def __init__(self, budget_s: float) -> None:
         began_s = SYSTEM_CLOCK.monotonic()
+        # To reach a step boundary, or to detect that peers are gone. Without the dead rank the
+        # current step cannot be completed in any case.
         self.interrupt_s = began_s + min(BOUNDARY_S, budget_s / 2)
         self.until_s = began_s + budget_s
 

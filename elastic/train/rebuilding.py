@@ -404,20 +404,6 @@ class Built:
             if any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         ]
 
-    def frozen_indices(self) -> dict[str, list[int]]:
-        """For each module, the indices of the parameters that are not trained."""
-        return {
-            name: [i for i, p in enumerate(module.parameters()) if not p.requires_grad]
-            for name, module in self.modules.items()
-        }
-
-    def set_frozen(self, name: str, indices: list[int]) -> None:
-        """Train all parameters of a module except these."""
-        frozen = set(indices)
-        for index, parameter in enumerate(self.modules[name].parameters()):
-            if parameter.requires_grad is (index in frozen):
-                parameter.requires_grad_(index not in frozen)
-
     # -- the end of its world -------------------------------------------------------------------
 
     def retire(self) -> Remains:

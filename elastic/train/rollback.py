@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from elastic import torch_private
 from elastic.errors import SYSTEM_CLOCK, ConfigError
 from elastic.telemetry.log import get_logger
+from elastic.train.backward import frozen_indices, set_frozen
 from elastic.train.copies import (
     RepeatedCopies,
     WeightCopies,
@@ -197,7 +198,7 @@ class BoundaryState:
             "tracked": {name: keeper.take() for name, keeper in self._keepers.items()},
             "buffers": {name: module.take() for name, module in self._modules.items()},
             "extra": {name: module.take_extra() for name, module in self._modules.items()},
-            "frozen": {name: module.frozen_indices() for name, module in job.modules.items()},
+            "frozen": {n: frozen_indices(m.all_parameters) for n, m in job.modules.items()},
         }
 
     def large(self) -> dict[Path, torch.Tensor]:
@@ -232,7 +233,7 @@ class BoundaryState:
             module.restore(snapshot["buffers"][name])
             module.restore_extra(snapshot["extra"][name])
         for name, wrapped in job.modules.items():
-            wrapped.set_frozen(snapshot["frozen"][name])
+            set_frozen(wrapped.all_parameters, snapshot["frozen"][name])
         job.keeps_gradients = job.keeps_gradients or snapshot["keeps_gradients"]
         if "gradients" in snapshot:
             job.set_gradients(snapshot["gradients"])
@@ -255,7 +256,7 @@ class BoundaryState:
                 case "extra":
                     self._modules[name].restore_extra(value)
                 case "frozen":
-                    job.modules[name].set_frozen(value)
+                    set_frozen(job.modules[name].all_parameters, value)
 
 
 Part = Sequence[Any]

@@ -923,8 +923,8 @@ class RunLogging:
         ``gGENERATION-stepSTEP-rankRANK.pt.trace.json`` into ``profiles`` in the folder of
         ``ELASTIC_JOURNAL``, or in the working directory, for Perfetto or TensorBoard. It begins and
         ends between two steps; if the world ends earlier, it contains the completed steps.
-        `elastic profile` does the same from outside. Call it before :meth:`retry`: in the function that retry calls,
-        it would profile again after each recovery.
+        `elastic profile` does the same from outside. Call it before :meth:`retry`: in the function
+        that retry calls, it would profile again after each recovery.
 
         Raises:
             ConfigError: ``steps`` is not 1 to 10,000 consecutive steps.

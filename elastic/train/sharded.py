@@ -1130,17 +1130,6 @@ class ShardedModule:
         """Note that ranks with the same part of a parameter had the same gradient of it."""
         self._fingerprints.compared()
 
-    def frozen_indices(self) -> list[int]:
-        """Which parameters are not trained, in order."""
-        return [i for i, p in enumerate(self.all_parameters) if not p.requires_grad]
-
-    def set_frozen(self, indices: list[int]) -> None:
-        """Train all parameters except these."""
-        frozen = set(indices)
-        for index, parameter in enumerate(self.all_parameters):
-            if parameter.requires_grad is (index in frozen):
-                parameter.requires_grad_(index not in frozen)
-
 
 @not_compiled
 def _refuse_split_backward(part: nn.Module, inputs: Any) -> None:

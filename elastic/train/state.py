@@ -23,7 +23,7 @@ from checkpoints.tree import flatten
 from elastic import torch_private
 from elastic.errors import ConfigError, TrainingError
 from elastic.groups.world import StagePlace, check_saved_stages
-from elastic.train.backward import EarlierGradients
+from elastic.train.backward import EarlierGradients, frozen_indices, set_frozen
 from elastic.train.copies import copied, is_plain, layouts_of, load_tracked
 from elastic.train.ddp import Wrapped
 from elastic.train.loader import ElasticLoader
@@ -313,8 +313,10 @@ class JobState:
         return tree if self.stage is None else {self.stage.key: tree}
 
     def _frozen(self) -> dict[str, list[int]]:
-        wrapped = {name: module.frozen_indices() for name, module in self.modules.items()}
-        return wrapped | (self.built.frozen_indices() if self.built is not None else {})
+        built = self.built.modules if self.built is not None else {}
+        return {n: frozen_indices(m.all_parameters) for n, m in self.modules.items()} | {
+            n: frozen_indices(m.parameters()) for n, m in built.items()
+        }
 
     @property
     def has_scaler(self) -> bool:
@@ -407,9 +409,9 @@ class JobState:
                 load_tracked(tracked, saved[name], layouts.get(name, {}))
         for name, indices in tree.get("frozen", {}).items():  # not in older checkpoints
             if name in self.modules:
-                self.modules[name].set_frozen(indices)
+                set_frozen(self.modules[name].all_parameters, indices)
             elif self.built is not None:
-                self.built.set_frozen(name, indices)
+                set_frozen(self.built.modules[name].parameters(), indices)
         modules = self._named_modules()
         for name, saved_buffers in tree.get("transient", {}).items():  # not in older checkpoints
             if name in modules:

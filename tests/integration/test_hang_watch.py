@@ -25,7 +25,7 @@ from elastic.hangs import kernel
 from elastic.hangs.page import BudgetPolicy, Phase, RankFacts
 from elastic.hangs.report import HangResponse, Judged, ReportFolder
 from elastic.hangs.stacks import StackSource
-from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
+from elastic.hangs.verdict import Confidence, HangAction, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
 from elastic.telemetry.events import HangFound, HangOver
 from elastic.testing.waiting import eventually
@@ -136,7 +136,7 @@ class Agent:
             kind=HangKind.ABSENT,
             culprits=(facts.rank,),
             culprit=facts,
-            confidence=HangConfidence.HIGH,
+            confidence=Confidence.HIGH,
             reason="rank 0 on node0 hangs",
         )
         judged = Judged(verdict=verdict, generation=3, size=2, ranks=(facts,))

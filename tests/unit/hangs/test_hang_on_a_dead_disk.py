@@ -21,7 +21,7 @@ from elastic.hangs import report as response_module
 from elastic.hangs import watch as watch_module
 from elastic.hangs.page import BudgetPolicy
 from elastic.hangs.report import HangReport, Judged, ReportFolder
-from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
+from elastic.hangs.verdict import Confidence, HangAction, HangKind, Judgment
 from elastic.hangs.watch import Supervised, WatchedWorker
 from elastic.telemetry.events import Event, HangFound
 from elastic.telemetry.log import get_logger
@@ -101,7 +101,7 @@ def end_hung(worker: subprocess.Popen[bytes], folder: ReportFolder, error_file: 
         kind=HangKind.ABSENT,
         culprits=(0,),
         culprit=culprit,
-        confidence=HangConfidence.HIGH,
+        confidence=Confidence.HIGH,
         reason="rank 0 on n1 hangs",
     )
     response.carry_out(watch, Judged(verdict=verdict, generation=7, size=2, ranks=(culprit,)))

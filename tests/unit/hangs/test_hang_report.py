@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from elastic.hangs.report import HangReport, ReportFolder
-from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
+from elastic.hangs.verdict import Confidence, HangAction, HangKind, Judgment
 
 REPORT = HangReport(
     verdict=Judgment(
         action=HangAction.KILL,
         kind=HangKind.STOPPED,
-        confidence=HangConfidence.HIGH,
+        confidence=Confidence.HIGH,
         culprits=(0,),
         culprit=None,
         reason="rank 0 is stopped",

@@ -28,7 +28,7 @@ from elastic.hangs.report import (
     Share,
     render,
 )
-from elastic.hangs.verdict import FlightEntry, HangAction, HangConfidence, HangKind, Judgment
+from elastic.hangs.verdict import Confidence, FlightEntry, HangAction, HangKind, Judgment
 from elastic.hangs.watch import Supervised
 from elastic.membership.records import (
     HangStacks,
@@ -180,7 +180,7 @@ def verdict_of_a_large_world() -> HangVerdict:
         generation=7,
         action=HangAction.KILL,
         kind=HangKind.ABSENT,
-        confidence=HangConfidence.HIGH,
+        confidence=Confidence.HIGH,
         reason="rank 0 on n1 hangs",
         culprits=(0,),
         culprit=ranks[0],
