@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 from elastic.cli import kube_names, kube_parts
 from elastic.cli.arguments import CommandParser
@@ -37,6 +37,7 @@ from elastic.tuning.intervals import leave_grace_s
 
 # `NAME-workers-finisher`, `NAME-workers-workers-0-0-x7k2p` and their labels: 63 characters at most.
 _LONGEST_NAME = 32
+_NAME = re.compile(rf"[a-z]([a-z0-9-]{{0,{_LONGEST_NAME - 2}}}[a-z0-9])?")
 # The StatefulSet's partition, which holds changed templates back: deploy/base/workers.yaml.
 _MAX_NODES = 1_000_000
 # Names of etcd administrators (deploy/README.md, A role for each job).
@@ -56,7 +57,6 @@ _OWN_PREFIXES = (
     "trainer.kubeflow.org/",
     "kueue.x-k8s.io/",  # would queue the finisher, too
 )
-_T = TypeVar("_T")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -223,11 +223,11 @@ def _name(name: str | None, overlay: str) -> str | None:
             f"--name={name} with --overlay=dev, whose etcd belongs to one job",
             hint="omit one of the two",
         )
-    kube_names.label_name("--name", name)
-    if not name[0].isalpha() or len(name) > _LONGEST_NAME:
+    if not _NAME.fullmatch(name):
         raise ConfigError(
             f"--name={name} cannot begin the names of Services and Jobs",
-            hint=f"begin with a letter, and use {_LONGEST_NAME} characters at most",
+            hint="begin with a letter, and use lower-case letters, digits and '-', "
+            f"{_LONGEST_NAME} characters at most",
         )
     if name in _ADMINISTRATORS:
         raise ConfigError(
@@ -246,7 +246,7 @@ def _namespace(args: argparse.Namespace, locks_memory: bool) -> str:
     if args.namespace is None:
         own = SHARED_NAMESPACE if args.name else WORKLOADS[args.overlay].namespace
         return own + ("-rdma" if locks_memory else "")
-    namespace = kube_names.label_name("--namespace", args.namespace)
+    namespace: str = args.namespace
     if namespace == "default":
         raise ConfigError(
             "--namespace=default: the network policies would cut off everything else there, and "
@@ -329,18 +329,18 @@ def _resources_options(args: argparse.Namespace, store: Store | None) -> Resourc
             hint="omit one of the two",
         )
     return Resources(
-        cpu=_given(kube_names.cpu, "--cpu", args.cpu),
-        memory_bytes=_given(kube_names.size_bytes, "--memory", args.memory),
-        storage_bytes=_given(kube_names.size_bytes, "--storage-size", args.storage_size),
+        cpu=args.cpu,
+        memory_bytes=_size_bytes("--memory", args.memory),
+        storage_bytes=_size_bytes("--storage-size", args.storage_size),
     )
 
 
 def _placement_options(args: argparse.Namespace) -> Placement:
     flag = "--node-selector"
     return Placement(
-        node_selector=_mapping(flag, (kube_names.label(flag, text) for text in args.node_selector)),
-        tolerations=tuple(kube_names.toleration("--toleration", text) for text in args.toleration),
-        priority_class=_given(kube_names.subdomain, "--priority-class", args.priority_class),
+        node_selector=_mapping(flag, (kube_names.pair(flag, text) for text in args.node_selector)),
+        tolerations=tuple(map(kube_names.toleration, args.toleration)),
+        priority_class=args.priority_class,
     )
 
 
@@ -349,9 +349,9 @@ def _access(args: argparse.Namespace, store: Store | None) -> Access:
     environment = _mapping("--env", (kube_names.variable("--env", text) for text in args.env))
     url = store.url if store else None
     return Access(
-        pull_secrets=_secrets("--image-pull-secret", args.image_pull_secret),
+        pull_secrets=tuple(dict.fromkeys(args.image_pull_secret)),
         environment=environment,
-        environment_secrets=_secrets("--env-from-secret", args.env_from_secret),
+        environment_secrets=tuple(dict.fromkeys(args.env_from_secret)),
         account_annotations=_mapping(
             flag, (kube_names.annotation(flag, text) for text in args.service_account_annotation)
         ),
@@ -359,12 +359,8 @@ def _access(args: argparse.Namespace, store: Store | None) -> Access:
     )
 
 
-def _secrets(flag: str, given: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(kube_names.subdomain(flag, name) for name in given))
-
-
 def _labels_options(given: Sequence[str]) -> Mapping[str, str]:
-    labels = _mapping("--label", (kube_names.label("--label", text) for text in given))
+    labels = _mapping("--label", (kube_names.pair("--label", text) for text in given))
     for key in labels:
         free = key.startswith("app.kubernetes.io/") or not kube_names.is_of_kubernetes(key)
         if key in _OWN_LABELS or key.startswith(_OWN_PREFIXES) or not free:
@@ -385,8 +381,8 @@ def _mapping(flag: str, pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
     return mapping
 
 
-def _given(check: Callable[[str, str], _T], flag: str, text: str | None) -> _T | None:
-    return None if text is None else check(flag, text)
+def _size_bytes(flag: str, text: str | None) -> int | None:
+    return None if text is None else kube_names.size_bytes(flag, text)
 
 
 # ----------------------------------------------------------------------------

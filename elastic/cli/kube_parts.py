@@ -220,9 +220,8 @@ _AZURE_LABEL = ("azure.workload.identity/use", "true")
 def store(text: str) -> Store:
     """Parse ``--checkpoints``. Raises ConfigError."""
     kind, colon, rest = text.partition(":")
-    if colon and kind in _VOLUMES and not rest.startswith("//"):
-        name = kube_names.subdomain(f"--checkpoints={kind}", rest)
-        return Store(storage_class=name) if kind == "class" else Store(claim=name)
+    if rest and kind in _VOLUMES and not rest.startswith("//"):
+        return Store(storage_class=rest) if kind == "class" else Store(claim=rest)
     if colon and kind not in _VOLUMES and rest.startswith("//"):
         return Store(url=_url(text))
     raise ConfigError(
