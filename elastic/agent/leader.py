@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -496,8 +496,7 @@ class Leadership:
         self._prober.start_probes(world, now)
         if self.roster.unresolved() or self._waits_for_registration(world, now):
             return None, now + RECHECK_S
-        if world is None or world.members:  # (one without members has not gone on without them)
-            self._delete_ended(entry, world.node_ids if world is not None else ())
+        self._delete_ended(entry, world)
         self._accounting.observe(self._context.status.step_rate)
         view = self._view(entry, done, now)
         self.waiting = waiting_nodes(view, now, self._policy)
@@ -522,18 +521,17 @@ class Leadership:
         limit_s = self._since_s + max(self._context.options.lease_s, ADOPTION_WAIT_S)
         return now < limit_s and bool(self.roster.unregistered(world))
 
-    def _delete_ended(self, entry: WorldEntry, needed: Collection[str] = ()) -> None:
+    def _delete_ended(self, entry: WorldEntry, world: WorldRecord | None = None) -> None:
         """Delete the records of nodes that have finished or left and are gone, which have no lease,
         unless a decision needs them: also one of a later leader, on a world that this one does not
         know."""
         keys = self._context.keys
-        for node_id in self.roster.ended_and_gone():
-            if node_id not in needed:
-                self._context.store.compare_and_delete(
-                    keys.node(node_id),
-                    expected_revision=None,
-                    basis=(keys.world, entry.mod_revision),
-                )
+        for node_id in self.roster.unneeded(world):
+            self._context.store.compare_and_delete(
+                keys.node(node_id),
+                expected_revision=None,
+                basis=(keys.world, entry.mod_revision),
+            )
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.flaps.quarantined(now)

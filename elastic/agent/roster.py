@@ -270,12 +270,17 @@ class Roster:
             known.node.state is NodeState.FINISHED or (known.present and not known.lease_id)
         )
 
-    def ended_and_gone(self) -> tuple[str, ...]:
-        """Nodes that have finished or left and do not respond, and whose records remain."""
+    def unneeded(self, world: WorldRecord | None) -> tuple[str, ...]:
+        """Nodes that have finished or left and do not respond, whose records remain although no
+        decision after ``world`` needs them. (None: before the first world, or after the last.)"""
+        if world is not None and not world.members:
+            return ()  # it has not gone on without them
+        needed = world.id_set if world is not None else frozenset()
         return tuple(
             node_id
             for node_id, known in self._known.items()
             if known.present
+            and node_id not in needed
             and self._has_ended(node_id)
             and node_id not in self._unresolved
             and self._liveness.get(node_id) is not Liveness.ALIVE

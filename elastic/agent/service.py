@@ -390,9 +390,7 @@ class Registration:
             self._on_new_lease()
             self._restore_run()  # with a new lease the store may be a new one, too
         node = self._context.status.node
-        # The record of a finished node outlives its lease: a later leader would otherwise take the
-        # node for lost, and interrupt the others.
-        lease = None if node.state is NodeState.FINISHED else self._lease
+        lease = None if node.outlives_lease else self._lease
         try:
             while not self._put(node, lease):
                 self._restore_run()  # somebody has deleted the job's keys
@@ -437,7 +435,7 @@ class Registration:
         """Delete the node's key, unless it records for the others that this node has finished, or
         left. Raises :class:`CoordinationError`."""
         status, node = self._context.status, self._context.status.node
-        if not self.is_current or (node.state is NodeState.FINISHED and status.done is None):
+        if not self.is_current or (node.outlives_lease and status.done is None):
             return
         key, world = self._context.keys.node(node.node_id), status.world
         is_tracked = world is not None and node.node_id in {m.node_id for m in world.tracked}

@@ -20,9 +20,9 @@ from elastic.membership.replicas import (
     Arrangement,
     arrange,
     incomplete,
+    incomplete_replica,
     waiting_for_others,
     whole_replicas,
-    why_waiting,
 )
 from elastic.membership.view import (
     Decision,
@@ -159,14 +159,9 @@ def quarantined_until(node: Node, view: View) -> float | None:
     """
     quarantined = view.quarantined
     ends = [quarantined[node.node_id]] if node.node_id in quarantined else []
-    if node.name in quarantined and not any(_is_namesake(n, node) for n in view.nodes):
+    if node.name in quarantined and view.ids_by_name[node.name] <= {node.node_id}:
         ends.append(quarantined[node.name])
     return max(ends, default=None)
-
-
-def _is_namesake(other: NodeView, node: Node) -> bool:
-    is_here = other.liveness is not Liveness.DEAD and other.node.state is not NodeState.FINISHED
-    return is_here and other.node.name == node.name and other.node.node_id != node.node_id
 
 
 def _can_join(node: Node, in_process: bool) -> bool:
@@ -441,7 +436,8 @@ class SurvivingWorld:
             return waiting
         # A node whose replica is incomplete would wait in a world with room, too.
         nodes = [n.node for n in candidates.eligible]
-        return waiting | {n.node_id: why_waiting(n, self.world, nodes) or why for n in nodes}
+        few = incomplete_replica(self.world, nodes, self.world.nodes_per_replica)
+        return waiting | {n.node_id: few.get(n.node_id, why) for n in nodes}
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────
 

@@ -431,6 +431,12 @@ class Node:
         """The world that its workers run or, if they run none, the last one that they ran."""
         return self.running.generation if self.running is not None else self.ran_generation
 
+    @property
+    def outlives_lease(self) -> bool:
+        """Whether the key has no lease. A later leader would otherwise take a node that has
+        finished for lost, and interrupt the others."""
+        return self.state is NodeState.FINISHED
+
     def as_member(self) -> Member:
         return Member(
             node_id=self.node_id,

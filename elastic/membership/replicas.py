@@ -9,6 +9,7 @@ the order of ranks. Here one node counts as one replica wherever ``per_replica``
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -104,17 +105,19 @@ def _sort(
 
 def _repair(broken: list[_BrokenReplica], pool: list[NodeView]) -> dict[int, Nodes]:
     """Fill the replicas, by their index. Takes from ``pool`` first, where unused nodes remain."""
-    open_ = sorted(broken, key=lambda r: (r.lacks, r.index))
+    open_ = deque(sorted(broken, key=lambda r: (r.lacks, r.index)))
+    donors = sum(len(replica.left) for replica in open_)  # nodes of those that are still open
     repaired: dict[int, Nodes] = {}
     while open_:
-        replica = open_.pop(0)
-        donors = [n for other in open_ for n in other.left]
-        if len(pool) + len(donors) < replica.lacks:
+        replica = open_.popleft()
+        donors -= len(replica.left)
+        if len(pool) + donors < replica.lacks:
             break
         taken = pool[: replica.lacks]
         del pool[: replica.lacks]
         while len(taken) < replica.lacks:
             taken.append(_take_from(open_))
+            donors -= 1
         filled = iter(taken)
         repaired[replica.index] = tuple(
             n if n is not None else next(filled) for n in replica.places
@@ -122,7 +125,7 @@ def _repair(broken: list[_BrokenReplica], pool: list[NodeView]) -> dict[int, Nod
     return repaired
 
 
-def _take_from(donors: list[_BrokenReplica]) -> NodeView:
+def _take_from(donors: deque[_BrokenReplica]) -> NodeView:
     """A node of the replica that would have been repaired last."""
     last = donors[-1]
     node = last.left[-1]
@@ -237,7 +240,19 @@ def why_waiting(node: Node, world: WorldRecord | None, nodes: Iterable[Node]) ->
 
     ``nodes``: all registered ones. For users: the decision considers more.
     """
-    inside = world.node_ids if world is not None else ()
+    return incomplete_replica(world, nodes, node.nodes_per_replica).get(node.node_id, "")
+
+
+def incomplete_replica(
+    world: WorldRecord | None, nodes: Iterable[Node], per_replica: int
+) -> Mapping[str, str]:
+    """The ids of the nodes that wait for the others of a replica -> ``1 of 2 nodes of a replica``.
+
+    ``nodes``: all registered ones.
+    """
+    if per_replica == 1:
+        return {}
+    inside = world.id_set if world is not None else frozenset()
     joining = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
     waiting = [
         n
@@ -245,9 +260,8 @@ def why_waiting(node: Node, world: WorldRecord | None, nodes: Iterable[Node]) ->
         if n.node_id not in inside and n.running is None and n.state in joining and not n.replica
     ]
     waiting.sort(key=lambda n: (n.joined_at_s, n.node_id))
-    few = incomplete(waiting, node.nodes_per_replica)
-    is_one = any(n.node_id == node.node_id for n in few)
-    return _part(len(few), node.nodes_per_replica) if is_one else ""
+    few = incomplete(waiting, per_replica)
+    return dict.fromkeys((n.node_id for n in few), _part(len(few), per_replica))
 
 
 def _part(nodes: int, per_replica: int) -> str:

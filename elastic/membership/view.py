@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 
 from elastic.membership.failures import is_consequence
 from elastic.membership.records import (
@@ -110,6 +112,15 @@ class View:
     failing_since_s: float | None = None  # when the leader saw the first report of this world
     # The next attempt of the same members, after several of whose groups none could be built.
     retry_at_s: float | None = None
+
+    @cached_property
+    def ids_by_name(self) -> Mapping[str, set[str]]:
+        """The nodes that are here by their names, which agents of one machine may share."""
+        ids: dict[str, set[str]] = defaultdict(set)
+        for n in self.nodes:
+            if n.liveness is not Liveness.DEAD and n.node.state is not NodeState.FINISHED:
+                ids[n.node.name].add(n.node.node_id)
+        return ids
 
 
 @dataclass(frozen=True, kw_only=True)

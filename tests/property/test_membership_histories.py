@@ -24,8 +24,10 @@ from hypothesis.stateful import (
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
+from kit.membership_leader import ModelLeader, entry_of
 from kit.membership_nodes import assert_waits_are_bounded, node
 
+from elastic.agent.liveness import Verdict
 from elastic.agent.succession import without_departed
 from elastic.membership.decision import decide, world_of
 from elastic.membership.records import (
@@ -34,20 +36,16 @@ from elastic.membership.records import (
     NodeState,
     Outcome,
     WorldRecord,
-    encode,
     group_of,
 )
 from elastic.membership.view import (
     Decision,
     End,
     Liveness,
-    MissingMember,
-    NodeView,
     Policy,
     Proposal,
     View,
 )
-from elastic.store.keyvalue import Entry
 from elastic.tuning.intervals import permission_s
 from elastic.wire.messages import Cause, WorldState
 
@@ -68,8 +66,10 @@ class Machine:
     is_frozen: bool = False  # only the thread that renews its lease runs
     writes_late: bool = False
     proved_dead: bool = False  # its port refuses connections
+    is_refused: bool = False  # a firewall refuses the leader's connections to it
     key_until_s: float = 0.0  # the end of its lease, once it is not renewed
     has_left_record: bool = False  # its key says that it has left, and has no lease
+    is_key_deleted: bool = False  # by a leader
     since_s: float = 0.0
     silent_since_s: float | None = None
     permitted_until_s: float = math.inf  # to train
@@ -99,8 +99,7 @@ class Histories(RuleBasedStateMachine):
         self.worlds: list[WorldRecord] = []
         self.ended: End | None = None
         self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
-        self.elected_s = self.now
-        self.known: dict[str, Node] = {}  # the last keys that the current leader has seen
+        self.leader = ModelLeader()
         self.count = 0
 
     @property
@@ -110,55 +109,35 @@ class Histories(RuleBasedStateMachine):
     # ── the leader's view ────────────────────────────────────────────────────────────────
 
     def has_key(self, machine: Machine) -> bool:
+        if machine.is_key_deleted:
+            return False
         return self.is_permanent(machine) or machine.renews or self.now < machine.key_until_s
 
     def is_permanent(self, machine: Machine) -> bool:
         """Whether its key has no lease."""
-        return machine.key.state is NodeState.FINISHED or machine.has_left_record
+        return machine.key.outlives_lease or machine.has_left_record
 
     def view(self) -> View:
-        nodes = [
-            NodeView(
-                node=m.key,
-                liveness=self.liveness(m),
-                state_since_s=m.since_s,
-                suspect_since_s=self.silent_since_s(m),
-            )
-            for m in self.machines.values()
-            if self.has_key(m)
-        ]
-        self.known |= {n.node.node_id: n.node for n in nodes}
-        missing = []
-        for member in self.world.tracked if self.world else ():
-            machine = self.machines[member.node_id]
-            if not self.has_key(machine):
-                known = self.known.get(member.node_id)
-                missing.append(
-                    MissingMember(
-                        member=member,
-                        proved_dead=machine.proved_dead,
-                        last_sign_s=self.silent_since_s(machine) or self.elected_s,
-                        finished=known is not None and known.state is NodeState.FINISHED,
-                        is_known=known is not None,
-                        running=known.running if known is not None else None,
-                    )
-                )
-        return View(
-            world=self.world,
-            world_since_s=self.world_since_s,
-            nodes=tuple(nodes),
-            missing=tuple(missing),
+        return self.leader.view(
+            self.world,
+            [(m.key, not self.is_permanent(m)) for m in self.machines.values() if self.has_key(m)],
+            {node_id: self.verdict(m) for node_id, m in self.machines.items()},
+            (),
+            self.now,
         )
 
-    def silent_since_s(self, machine: Machine) -> float | None:
-        """As the current leader knows it."""
-        since_s = machine.silent_since_s
-        return None if since_s is None else max(since_s, self.elected_s)
+    def advance(self, seconds: float) -> None:
+        """Time passes; the leader has received what was written before."""
+        self.view()
+        self.now += seconds
 
-    def liveness(self, machine: Machine) -> Liveness:
+    def verdict(self, machine: Machine) -> Verdict:
+        """Of a probe by the leader."""
         if machine.proved_dead:
-            return Liveness.DEAD
-        return Liveness.SUSPECT if machine.silent_since_s is not None else Liveness.ALIVE
+            return Verdict(Liveness.DEAD, "its process has ended")
+        if machine.silent_since_s is None:
+            return Verdict(Liveness.ALIVE, "answers")
+        return Verdict(Liveness.SUSPECT, "silent", refused=machine.is_refused)
 
     def trains(self, machine: Machine) -> bool:
         """Whether its workers may be in a group, and step."""
@@ -311,7 +290,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 3.0, 20.0]), adopts=st.booleans())
     def the_job_proceeds(self, seconds: float, adopts: bool) -> None:
-        self.now += seconds
+        self.advance(seconds)
         self.the_leader_decides()
         for machine in self.machines.values():
             if machine.acts and adopts:
@@ -332,13 +311,15 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def the_leader_decides(self) -> None:
         if self.ended is None:
-            self.decide(self.view(), len(self.worlds))
+            view = self.view()
+            for node_id in self.leader.unneeded(self.world):
+                self.machines[node_id].is_key_deleted = True
+            self.decide(view, len(self.worlds))
 
-    @rule()
-    def a_new_leader_is_elected(self) -> None:
-        """It knows only the keys that exist."""
-        self.known = {}
-        self.elected_s = self.now
+    @rule(worlds=st.integers(0, 3))
+    def a_new_leader_is_elected(self, worlds: int = 3) -> None:
+        """It knows the keys that exist, and the last worlds that its node has seen, if any."""
+        self.leader = ModelLeader(self.worlds[-worlds:] if worlds else ())
 
     @rule()
     def another_leader_reads_a_view(self) -> None:
@@ -400,13 +381,32 @@ class Histories(RuleBasedStateMachine):
             self.silence(machine)
             machine.reachable = False
 
-    @rule(number=st.integers(0, 8))
-    def the_leader_cannot_reach_a_node(self, number: int) -> None:
+    @rule(number=st.integers(0, 8), refuses=st.booleans())
+    def the_leader_cannot_reach_a_node(self, number: int, refuses: bool = False) -> None:
         """It still renews its lease, and learns of new worlds."""
         machine = self.pick(number)
         if machine is not None:
-            machine.answers = False
-            machine.silent_since_s = self.now
+            self.cut_off(machine)
+            machine.is_refused = refuses
+
+    def cut_off(self, machine: Machine) -> None:
+        machine.answers = False
+        machine.silent_since_s = machine.silent_since_s or self.now
+
+    @rule(number=st.integers(0, 8), seconds=st.sampled_from([5.0, 20.0, 400.0]))
+    def one_finishes_one_dies_and_the_leader_cannot_reach_the_others(
+        self, number: int, seconds: float
+    ) -> None:
+        """They renew their leases, and train on where the world is not broken."""
+        self.workers_finish(number)
+        self.a_node_dies(number + 1, noticed=True)
+        for machine in self.machines.values():
+            if machine.acts and machine.record.state is NodeState.STARTING:
+                self.cut_off(machine)
+        for _ in range(2):
+            self.the_leader_decides()
+            self.advance(seconds)
+        self.the_leader_decides()
 
     @rule(number=st.integers(0, 8))
     def an_agent_freezes(self, number: int) -> None:
@@ -431,6 +431,7 @@ class Histories(RuleBasedStateMachine):
                 self.write_key(machine)
 
     def silence(self, machine: Machine) -> None:
+        machine.is_refused = False
         machine.key_until_s = self.now + LEASE_S
         machine.silent_since_s = self.now
         machine.permitted_until_s = self.now + permission_s(self.policy.takeover_s)
@@ -444,7 +445,7 @@ class Histories(RuleBasedStateMachine):
             if machine.renews:
                 self.silence(machine)
                 machine.process_lives, machine.reachable = not die, die
-        self.now += LEASE_S + 1
+        self.advance(LEASE_S + 1)
         for _ in range(candidates):
             self.a_node_arrives()
 
@@ -457,13 +458,13 @@ class Histories(RuleBasedStateMachine):
             if machine.acts:
                 self.adopt_world(machine)
         self.a_node_arrives()
-        self.now += self.policy.last_call_s
+        self.advance(self.policy.last_call_s)
         self.the_leader_decides()
         for machine in self.machines.values():
             if machine.renews and machine.record.running is not None:
                 self.silence(machine)
                 machine.process_lives, machine.reachable = not die, die
-        self.now += LEASE_S + 1
+        self.advance(LEASE_S + 1)
         if elects:
             self.a_new_leader_is_elected()
         self.the_leader_decides()
@@ -473,7 +474,7 @@ class Histories(RuleBasedStateMachine):
         for machine in self.machines.values():
             if machine.process_lives:
                 machine.reachable = machine.answers = True
-                machine.is_frozen = machine.writes_late = False
+                machine.is_frozen = machine.writes_late = machine.is_refused = False
                 machine.silent_since_s = None
                 # The workers of an excluded node get no permission: it reads the world first.
                 if self.world is None or machine.record.node_id in self.world.node_ids:
@@ -513,7 +514,7 @@ class Histories(RuleBasedStateMachine):
     def awaited(self) -> tuple[Member, ...]:
         """The nodes that a starting node lets lead first."""
         entries = (
-            Entry(m.key.node_id, encode(m.key), 1, lease_id=0 if self.is_permanent(m) else 1)
+            entry_of(m.key, has_lease=not self.is_permanent(m))
             for m in self.machines.values()
             if self.has_key(m)
         )
@@ -569,7 +570,7 @@ class Histories(RuleBasedStateMachine):
         if exits and machine is not None and machine.record.state is NodeState.FINISHED:
             self.silence(machine)
             machine.process_lives, machine.proved_dead = False, True
-            self.now += LEASE_S + 1
+            self.advance(LEASE_S + 1)
         if elects:
             self.a_new_leader_is_elected()
         self.the_leader_decides()
@@ -587,7 +588,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 400.0]))
     def time_passes(self, seconds: float) -> None:
-        self.now += seconds
+        self.advance(seconds)
 
     # ── invariants ───────────────────────────────────────────────────────────────────────
 
@@ -607,6 +608,13 @@ class Histories(RuleBasedStateMachine):
             assert_waits_are_bounded(self.view(), self.now, self.policy)
 
     @invariant()
+    def no_process_that_lives_is_proved_dead(self) -> None:
+        view = self.view()
+        dead = {n.node.node_id for n in view.nodes if n.liveness is Liveness.DEAD}
+        dead |= {m.member.node_id for m in view.missing if m.proved_dead}
+        assert not any(self.machines[node_id].process_lives for node_id in dead)
+
+    @invariant()
     def generations_only_grow(self) -> None:
         assert [w.generation for w in self.worlds] == list(range(1, len(self.worlds) + 1))
 
@@ -621,7 +629,7 @@ class Histories(RuleBasedStateMachine):
             for machine in self.machines.values():
                 if machine.acts:
                     self.adopt_world(machine)
-            self.now += self.policy.takeover_s
+            self.advance(self.policy.takeover_s)
         live = [
             m.record
             for m in self.machines.values()

@@ -25,8 +25,10 @@ from hypothesis.stateful import (
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
+from kit.membership_leader import ModelLeader, entry_of
 from kit.membership_nodes import assert_waits_are_bounded, node
 
+from elastic.agent.liveness import Verdict
 from elastic.agent.succession import without_departed
 from elastic.membership.decision import decide, world_of
 from elastic.membership.records import (
@@ -36,12 +38,10 @@ from elastic.membership.records import (
     NodeState,
     Outcome,
     WorldRecord,
-    encode,
     group_of,
 )
 from elastic.membership.replicas import take_slot
-from elastic.membership.view import End, Liveness, MissingMember, NodeView, Policy, Proposal, View
-from elastic.store.keyvalue import Entry
+from elastic.membership.view import End, Liveness, Policy, Proposal, View
 from elastic.tuning.intervals import permission_s
 from elastic.wire.messages import Cause, NodeReplica, ReplicaSlot, WorldState
 
@@ -75,7 +75,10 @@ class Machine:
     def is_permanent(self) -> bool:
         """Whether its key has no lease."""
         has_left = self.record.state is NodeState.LEAVING and self.record.running is None
-        return (has_left and not self.alive) or self.record.state is NodeState.FINISHED
+        return (has_left and not self.alive) or self.record.outlives_lease
+
+    def lose_lease(self) -> None:
+        self.has_key = self.has_key and self.is_permanent
 
     @property
     def acts(self) -> bool:
@@ -93,64 +96,37 @@ class InProcessHistories(RuleBasedStateMachine):
         self.now = 1000.0
         self.machines: dict[str, Machine] = {}
         self.world: WorldRecord | None = None
-        self.world_since_s = self.now
         self.written = 0  # worlds
         self.ended: End | None = None
         self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
         self.slots: tuple[NodeReplica, ...] = ()  # the nodes of each replica
         self.count_of_starts = 0
         self.slow: set[str] = set()  # node ids of stragglers, which may be left out
-        self.elected_s = self.now
-        self.known: dict[str, Node] = {}  # the last keys that the current leader has seen
+        self.worlds: list[WorldRecord] = []
+        self.leader = ModelLeader()
 
     # ── the leader's view ────────────────────────────────────────────────────────────────
 
     def view(self) -> View:
-        nodes = [
-            NodeView(
-                node=m.record,
-                liveness=self.liveness(m),
-                state_since_s=m.since_s,
-                suspect_since_s=self.silent_since_s(m),
-            )
-            for m in self.machines.values()
-            if m.has_key
-        ]
-        self.known |= {n.node.node_id: n.node for n in nodes}
-        gone = [m for m in self.tracked if not m.has_key]
-        return View(
-            world=self.world,
-            world_since_s=self.world_since_s,
-            nodes=tuple(nodes),
-            missing=tuple(self.missing(m) for m in gone),
-            failure_reports=tuple(
-                m.report for m in self.machines.values() if m.report and m.has_key
-            ),
-            stragglers=dict.fromkeys(self.slow, "slow"),
+        present = [m for m in self.machines.values() if m.has_key]
+        view = self.leader.view(
+            self.world,
+            [(m.record, not m.is_permanent) for m in present],
+            {i: Verdict(self.liveness(m), "simulated") for i, m in self.machines.items()},
+            [m.report for m in present if m.report],
+            self.now,
         )
+        return replace(view, stragglers=dict.fromkeys(self.slow, "slow"))
+
+    def advance(self, seconds: float) -> None:
+        """Time passes; the leader has received what was written before."""
+        self.view()
+        self.now += seconds
 
     def liveness(self, machine: Machine) -> Liveness:
         if not machine.alive and not machine.is_host_gone:
             return Liveness.DEAD
         return Liveness.ALIVE if machine.silent_since_s is None else Liveness.SUSPECT
-
-    def silent_since_s(self, machine: Machine) -> float | None:
-        """As the current leader knows it."""
-        since_s = machine.silent_since_s
-        return None if since_s is None else max(since_s, self.elected_s)
-
-    def missing(self, machine: Machine) -> MissingMember:
-        assert self.world is not None
-        node_id = machine.record.node_id
-        known = self.known.get(node_id)
-        return MissingMember(
-            member=next(m for m in self.world.tracked if m.node_id == node_id),
-            proved_dead=not machine.alive and not machine.is_host_gone,
-            last_sign_s=self.silent_since_s(machine) or self.now,
-            finished=machine.record.state is NodeState.FINISHED,
-            is_known=known is not None,
-            running=known.running if known is not None else None,
-        )
 
     @property
     def members(self) -> list[Machine]:
@@ -167,6 +143,9 @@ class InProcessHistories(RuleBasedStateMachine):
         """Decide on the current or an earlier view, and write if the key is unchanged."""
         is_fresh = view is None
         view = view or self.view()
+        if is_fresh:
+            for node_id in self.leader.unneeded(self.world):
+                self.machines[node_id].has_key = False
         decision = decide(view, self.now, self.policy)
         assert decision.reason
         assert decision == decide(view, self.now, self.policy), "not deterministic"
@@ -189,7 +168,7 @@ class InProcessHistories(RuleBasedStateMachine):
         return all(
             m.record.state in (finished, NodeState.LEAVING)
             or not m.has_key
-            or self.now >= (self.silent_since_s(m) or math.inf) + limit_s
+            or self.now >= (m.silent_since_s or math.inf) + limit_s
             for m in self.members
             if m.steps
         ) and all(
@@ -303,7 +282,8 @@ class InProcessHistories(RuleBasedStateMachine):
             time_s=0.0,
             switch_at_step=(step or 50) if proposal.planned else None,
         )
-        self.world, self.world_since_s = world, self.now
+        self.world = world
+        self.worlds.append(world)
         self.written += 1
 
     def put(self, machine: Machine, **fields: object) -> None:
@@ -324,7 +304,7 @@ class InProcessHistories(RuleBasedStateMachine):
         """test_membership_histories.py covers histories that begin without a job."""
         for _ in range(members):
             self.a_node_arrives(warm=False)
-        self.now += 10.0
+        self.advance(10.0)
         self.lead()
         for _ in range(candidates):
             self.a_node_arrives(warm=True)
@@ -339,7 +319,7 @@ class InProcessHistories(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 2.0]), enters=st.booleans())
     def the_job_proceeds(self, seconds: float, enters: bool) -> None:
-        self.now += seconds
+        self.advance(seconds)
         if self.ended is None:
             self.lead()
         if enters:
@@ -364,11 +344,10 @@ class InProcessHistories(RuleBasedStateMachine):
         if self.ended is None:
             self.lead()
 
-    @rule()
-    def a_new_leader_is_elected(self) -> None:
-        """It knows only the keys that exist."""
-        self.known = {}
-        self.elected_s = self.now
+    @rule(worlds=st.integers(0, 3))
+    def a_new_leader_is_elected(self, worlds: int = 3) -> None:
+        """It knows the keys that exist, and the last worlds that its node has seen, if any."""
+        self.leader = ModelLeader(self.worlds[-worlds:] if worlds else ())
 
     @rule(number=NUMBER, freezes=st.booleans())
     def a_node_falls_silent_with_its_lease(self, number: int, freezes: bool) -> None:
@@ -393,7 +372,8 @@ class InProcessHistories(RuleBasedStateMachine):
                 self.a_new_leader_is_elected()
 
     def isolate(self, machine: Machine) -> None:
-        machine.silent_since_s, machine.is_isolated, machine.has_key = self.now, True, False
+        machine.silent_since_s, machine.is_isolated = self.now, True
+        machine.lose_lease()
         machine.permitted_until_s = self.now + permission_s(self.policy.takeover_s)
 
     @precondition(lambda self: self.ended is None and len(self.machines) < 10)
@@ -411,11 +391,26 @@ class InProcessHistories(RuleBasedStateMachine):
             self.a_new_leader_is_elected()
         self.the_leader_decides()
 
+    @rule(number=NUMBER, seconds=st.sampled_from([5.0, 20.0, 400.0]))
+    def one_finishes_one_dies_and_the_leader_cannot_reach_the_others(
+        self, number: int, seconds: float
+    ) -> None:
+        """They renew their leases, and may train on."""
+        self.workers_finish(number, only=True)
+        self.a_node_dies(number + 1, key_too=False)
+        for machine in self.machines.values():
+            if machine.acts and machine.steps and machine.record.state is NodeState.READY:
+                machine.silent_since_s = machine.silent_since_s or self.now
+        for _ in range(3):
+            self.the_leader_decides()
+            self.advance(seconds)
+
     @rule()
     def silent_nodes_die(self) -> None:
         for machine in self.machines.values():
             if machine.silent_since_s is not None:
-                machine.alive, machine.has_key = False, False
+                machine.alive = False
+                machine.lose_lease()
 
     @rule()
     def another_leader_reads_a_view(self) -> None:
@@ -576,7 +571,9 @@ class InProcessHistories(RuleBasedStateMachine):
     def a_node_dies(self, number: int, key_too: bool) -> None:
         machine = self.pick(number, steps=False)
         if machine is not None:
-            machine.alive, machine.has_key = False, not key_too
+            machine.alive = False
+            if key_too:
+                machine.lose_lease()
 
     @rule()
     def all_workers_die(self) -> None:
@@ -623,7 +620,7 @@ class InProcessHistories(RuleBasedStateMachine):
     def awaited(self) -> tuple[Member, ...]:
         """The nodes that a starting node lets lead first."""
         entries = (
-            Entry(m.record.node_id, encode(m.record), 1, lease_id=0 if m.is_permanent else 1)
+            entry_of(m.record, has_lease=not m.is_permanent)
             for m in self.machines.values()
             if m.has_key
         )
@@ -665,7 +662,8 @@ class InProcessHistories(RuleBasedStateMachine):
 
     def dead_leases_expire(self) -> None:
         for machine in self.machines.values():
-            machine.has_key = machine.has_key and machine.alive
+            if not machine.alive:
+                machine.lose_lease()
 
     @rule(number=NUMBER, only=st.booleans())
     def workers_finish(self, number: int, only: bool) -> None:
@@ -705,7 +703,7 @@ class InProcessHistories(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 400.0]))
     def time_passes(self, seconds: float) -> None:
-        self.now += seconds
+        self.advance(seconds)
 
     # ── invariants ───────────────────────────────────────────────────────────────────────
 
@@ -743,7 +741,7 @@ class InProcessHistories(RuleBasedStateMachine):
                     self.warm_up(machine)
             self.lead()
             self.adopt_world()
-            self.now += 20.0  # in all: longer than takeover_s and leave_grace_s
+            self.advance(20.0)  # in all: longer than takeover_s and leave_grace_s
         going = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
         live = [m for m in self.machines.values() if m.alive and m.record.state in going]
         finished = any(m.record.state is NodeState.FINISHED for m in self.machines.values())

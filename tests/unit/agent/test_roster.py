@@ -101,7 +101,7 @@ def test_the_record_of_a_finished_node_is_not_polled() -> None:
     roster.put(ended, 0, now=1.0)
     roster.resolve(ID, REFUSED, 2.0)
     assert roster.silent() == ()
-    assert roster.ended_and_gone() == (ID,)
+    assert roster.unneeded(None) == (ID,)
 
 
 def test_the_record_of_a_node_that_has_left_is_not_polled_and_proves_its_departure() -> None:
@@ -109,10 +109,10 @@ def test_the_record_of_a_node_that_has_left_is_not_polled_and_proves_its_departu
     leaving = node("n1", NodeState.LEAVING, running=WORLD)
     roster.put(leaving, 7, now=1.0)
     roster.resolve(ID, SILENT, 2.0)
-    assert (roster.silent(), roster.ended_and_gone()) == ((ID,), ())
+    assert (roster.silent(), roster.unneeded(None)) == ((ID,), ())
     roster.put(replace(leaving, running=None), 0, now=3.0)
     roster.resolve(ID, SILENT, 4.0)
-    assert (roster.silent(), roster.ended_and_gone()) == ((), (ID,))
+    assert (roster.silent(), roster.unneeded(None)) == ((), (ID,))
 
 
 def test_a_new_leader_probes_the_nodes_that_may_still_leave() -> None:
