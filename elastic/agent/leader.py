@@ -339,7 +339,7 @@ class Leadership:
         self._context = context
         self._policy = Policy.of(context.status.node, context.options)
         self._since_s = context.clock.monotonic()
-        self.roster = Roster(context.keys, connections)
+        self.roster = Roster(context.keys, connections, context.status.node.node_id)
         self._listed = False
         self._accounting = FailureAccounting(context.options)
         self._accounting.remember(context.status.world, self._since_s, context.clock.wall())

@@ -61,8 +61,11 @@ class Failed:
 class Roster:
     """The leader's data about the nodes."""
 
-    def __init__(self, keys: Keys, connections: Connections) -> None:
+    def __init__(self, keys: Keys, connections: Connections, own_id: str = "") -> None:
         self._keys = keys
+        # The leader's own node: it is alive as it decides. On a busy machine it may be too slow to
+        # answer its own probe, and would exclude itself.
+        self._own_id = own_id
         self._connections = connections
         self._known: dict[str, Known] = {}
         self._liveness: dict[str, Liveness] = {}
@@ -119,7 +122,9 @@ class Roster:
         self._missing_since.pop(node.node_id, None)
         # A record is not proof of life: it may have been sent before its writer died, or the leader
         # cannot reach it. Until it has answered once, it is not admitted.
-        if node.node_id not in self._liveness:
+        if node.node_id == self._own_id:
+            self._liveness[node.node_id] = Liveness.ALIVE
+        elif node.node_id not in self._liveness:
             self._liveness[node.node_id] = Liveness.SUSPECT
             self._unreached.add(node.node_id)
         elif self._liveness[node.node_id] is not Liveness.ALIVE:
@@ -159,7 +164,9 @@ class Roster:
 
     def suspect(self, node_id: str, now: float) -> None:
         """There is evidence that this node is dead: resolve it before deciding."""
-        if self._liveness.get(node_id) is not Liveness.DEAD:
+        if node_id == self._own_id:
+            self._liveness[node_id] = Liveness.ALIVE
+        elif self._liveness.get(node_id) is not Liveness.DEAD:
             self._unresolved[node_id] = now
 
     def connection_opened(self, node_id: str, now: float) -> None:
@@ -255,7 +262,8 @@ class Roster:
         return tuple(
             node_id
             for node_id, liveness in self._liveness.items()
-            if (
+            if node_id != self._own_id
+            and (
                 liveness is Liveness.SUSPECT
                 or (liveness is Liveness.ALIVE and node_id in self._missing_since)
                 or (liveness is Liveness.DEAD and node_id not in self._missing_since)

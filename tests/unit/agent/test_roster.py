@@ -95,6 +95,22 @@ def test_a_new_node_is_not_admitted_before_it_has_answered() -> None:
     assert roster.silent() == ("id-n2",)
 
 
+def test_a_leader_does_not_suspect_itself() -> None:
+    """It may be too busy to answer its own probe, and would exclude itself."""
+    roster = Roster(KEYS, Connections(), own_id=ID)
+    roster.suspect_members_without_key(WORLD, 1.0)
+    assert ID not in roster.unresolved()
+    assert roster.unregistered(WORLD) == (ID,), "its key is about to be seen"
+    roster.put(node("n1"), 7, now=1.0)
+    roster.suspect_members(WORLD, 2.0)
+    roster.delete(ID, 3.0)
+    roster.suspect(ID, 3.0)
+    assert ID not in roster.unresolved() | roster.unreached()
+    assert ID not in roster.silent()
+    view = roster.view(WORLD, 0.0, done=None, quarantined={})
+    assert [n.liveness for n in view.nodes if n.node.node_id == ID] == [Liveness.ALIVE]
+
+
 def test_the_record_of_a_finished_node_is_not_polled() -> None:
     roster = Roster(KEYS, Connections())
     ended = node("n1", NodeState.FINISHED, running=WORLD)
