@@ -23,7 +23,7 @@ from elastic.agent.leader import Leadership, Probed
 from elastic.agent.liveness import Connections, Verdict
 from elastic.agent.node import NodeContext, RunSecret, WorldEntry
 from elastic.agent.roster import NodesEvent
-from elastic.membership.decision import decide
+from elastic.membership.decision import decide, waiting_nodes
 from elastic.membership.records import Keys, Node, NodeState, ProcessIdentity, WorldRecord, encode
 from elastic.membership.view import Liveness, Policy, View
 from elastic.store.client import EtcdConfig, parse_endpoints
@@ -268,16 +268,34 @@ def run(job: Job, follower: CountingStore, note: Callable[[str, str, float], Non
     step("a new leader", job.elect, lambda: job.knows(2) and not job.term.roster.unresolved())
     note("record of a node", "KiB", len(encode(next(iter(job.nodes.values())))) / 1024)
     note("record of the world", "KiB", len(encode(job.world)) / 1024)
-    for case, view in (("steady", job.view()), ("one lost", lost_view(job))):
+    policy = Policy(min_nodes=2, max_nodes=len(job.nodes) + 1)
+    for case, view, function in (
+        ("decide, steady", job.view(), decide),
+        ("decide, one lost", lost_view(job), decide),
+        ("why spares wait, as many as members", view_with_spares(job), waiting_nodes),
+    ):
         begun_s = time.thread_time()
-        decide(view, time.monotonic(), Policy(min_nodes=2, max_nodes=len(job.nodes) + 1))
-        note(f"decide, {case}", "ms", 1e3 * (time.thread_time() - begun_s))
+        function(view, time.monotonic(), policy)
+        note(case, "ms", 1e3 * (time.thread_time() - begun_s))
 
 
 def lost_view(job: Job) -> View:
     view = job.view()
     dead = replace(view.nodes[-1], liveness=Liveness.DEAD)
     return replace(view, nodes=(*view.nodes[:-1], dead))
+
+
+def view_with_spares(job: Job) -> View:
+    """The world is full, and as many nodes wait."""
+    view = job.view()
+    assert view.world is not None
+    spares = tuple(
+        replace(n, node=replace(n.node, node_id=f"spare-{n.node.node_id}", running=None))
+        for n in view.nodes
+    )
+    full = replace(view.world, max_nodes=len(view.world.members))
+    fits = lambda n: replace(n, node=replace(n.node, max_nodes=full.max_nodes))  # noqa: E731
+    return replace(view, world=full, nodes=tuple(map(fits, (*view.nodes, *spares))))
 
 
 def main() -> None:

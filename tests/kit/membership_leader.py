@@ -74,6 +74,10 @@ class ModelLeader:
             if self._roster.failure_report_of(node_id) != report:
                 self._roster.put_failure_report(KEYS.failure_report(node_id), report, now)
 
+    def knows(self, node: Node) -> bool:
+        """Whether it has seen a key of this node, and not forgotten it."""
+        return self._roster.find(node.node_id) is not None
+
     def unneeded(self, world: WorldRecord | None) -> tuple[str, ...]:
         """The nodes whose records the leader deletes now."""
         return self._roster.unneeded(world)

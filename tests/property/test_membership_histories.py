@@ -189,7 +189,7 @@ class Histories(RuleBasedStateMachine):
             return
         members = [self.machines[node_id] for node_id in self.world.node_ids]
         is_fine = all(m.record.running == self.world == m.key.running for m in members) and all(
-            m.record.state is NodeState.FINISHED is m.key.state
+            (m.record.state is NodeState.FINISHED is m.key.state and self.leader.knows(m.key))
             or (m.acts and m.record.state is NodeState.STARTING and m.silent_since_s is None)
             for m in members
         )
@@ -468,6 +468,17 @@ class Histories(RuleBasedStateMachine):
         if elects:
             self.a_new_leader_is_elected()
         self.the_leader_decides()
+
+    @precondition(lambda self: any(m.acts and m.record.running for m in self.machines.values()))
+    @rule()
+    def the_store_is_wiped(self) -> None:
+        """Nodes register again and restore the world; the records of those that have ended are
+        lost."""
+        self.view()
+        for machine in self.machines.values():
+            if not machine.renews:
+                machine.is_key_deleted = machine.is_key_deleted or self.is_permanent(machine)
+                machine.key_until_s = min(machine.key_until_s, self.now)
 
     @rule()
     def isolated_nodes_reconnect(self) -> None:
