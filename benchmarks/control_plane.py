@@ -24,7 +24,15 @@ from elastic.agent.liveness import Connections, Verdict
 from elastic.agent.node import NodeContext, RunSecret, WorldEntry
 from elastic.agent.roster import NodesEvent
 from elastic.membership.decision import decide, waiting_nodes
-from elastic.membership.records import Keys, Node, NodeState, ProcessIdentity, WorldRecord, encode
+from elastic.membership.records import (
+    Keys,
+    Leader,
+    Node,
+    NodeState,
+    ProcessIdentity,
+    WorldRecord,
+    encode,
+)
 from elastic.membership.view import Liveness, Policy, View
 from elastic.store.client import EtcdConfig, parse_endpoints
 from elastic.store.embedded import EmbeddedEtcd
@@ -56,7 +64,7 @@ class CountingStore(EtcdStore):
         *,
         expected_revision: int | None,
         lease: Lease | None = None,
-        basis: tuple[str, int] | None = None,
+        basis: Sequence[tuple[str, int]] = (),
     ) -> int | None:
         self.bytes["written"] += len(value)
         return super().compare_and_swap(
@@ -151,7 +159,11 @@ class Job:
         self.cpu_s = 0.0  # of the leader's thread
 
     def _new_term(self) -> Leadership:
-        return Leadership(self.context, lambda record: None, Connections())
+        leader = Leader(node_id=self.context.status.node.node_id, address="", liveness_port=0)
+        revision = self.agents.put(KEYS.leader, encode(leader))
+        return Leadership(
+            self.context, lambda record: None, Connections(), lambda: (KEYS.leader, revision)
+        )
 
     def close(self) -> None:
         self.term.close()

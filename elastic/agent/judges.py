@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from elastic.agent.node import NodeContext, WorldEntry
 from elastic.hangs.page import MAX_SHOWN_RANKS, BudgetPolicy, RankFacts
@@ -29,8 +29,9 @@ from elastic.telemetry.events import StragglerFound, StragglerRecovered
 class HangJudge:
     """One per term of leadership, on the node's thread."""
 
-    def __init__(self, context: NodeContext) -> None:
+    def __init__(self, context: NodeContext, fence: Callable[[], tuple[str, int]]) -> None:
         self._context = context
+        self._fence = fence
         options = context.options
         self._policy = BudgetPolicy(
             hang_timeout_s=options.hang_timeout_s, outside_step_s=options.hang_script_timeout_s
@@ -80,7 +81,7 @@ class HangJudge:
         if self._is_announced(record):
             return
         # A former leader must not replace the verdict of its successor.
-        basis = (self._context.keys.world, entry.mod_revision)
+        basis = [(self._context.keys.world, entry.mod_revision), self._fence()]
         written = self._context.store.compare_and_swap(
             self._context.keys.hang_verdict, encode(record), expected_revision=None, basis=basis
         )

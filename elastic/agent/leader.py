@@ -151,7 +151,11 @@ class Prober:
 # ----------------------------------------------------------------------------
 # The leader's writes: the next world, one that the store has lost, and the job's end.
 #
-# Each write names the revision that it replaces, so of two concurrent leaders only one succeeds.
+# Each write names the revision that it replaces, so of two concurrent leaders only one succeeds. It
+# also names that of the leader's key: a leader that was frozen for longer than its lease knows
+# nothing of what has happened since, although nobody may have written a world.
+
+Fence = Callable[[], tuple[str, int]]
 
 # How long a planned world waits for the first report of a step before it interrupts one: a leaving
 # node has little time, a joining node is not urgent.
@@ -164,7 +168,7 @@ STEP_RATE_PATIENCE_S = {
 
 class WorldWriter:
     """Writes worlds during one term. ``announce`` sends one to the followers, ahead of the store's
-    watch."""
+    watch; ``fence`` is the leader's key, and its revision in this term."""
 
     def __init__(
         self,
@@ -172,11 +176,13 @@ class WorldWriter:
         roster: Roster,
         accounting: FailureAccounting,
         announce: Callable[[bytes], None],
+        fence: Fence,
     ) -> None:
         self._context = context
         self._roster = roster
         self._accounting = accounting
         self._announce = announce
+        self._fence = fence
         self.planned_since_s: float | None = None  # a plan waits for a step rate
         # To be written back into the store, and this node has never seen its record.
         self.unknown_world: WorldReference | None = None
@@ -204,7 +210,10 @@ class WorldWriter:
                 self.unknown_world = highest
             return now + RECHECK_S
         revision = self._context.store.compare_and_swap(
-            self._context.keys.world, encode(highest), expected_revision=entry.mod_revision
+            self._context.keys.world,
+            encode(highest),
+            expected_revision=entry.mod_revision,
+            basis=[self._fence()],
         )
         if revision is None:
             return now + RECHECK_S  # another node wrote one: the watch will deliver it
@@ -238,7 +247,10 @@ class WorldWriter:
             breakages=self._breakages(),
         )
         revision = self._context.store.compare_and_swap(
-            self._context.keys.world, encode(world), expected_revision=entry.mod_revision
+            self._context.keys.world,
+            encode(world),
+            expected_revision=entry.mod_revision,
+            basis=[self._fence()],
         )
         if revision is None:
             return None, now + RECHECK_S  # another node was faster: the watch will deliver it
@@ -310,7 +322,7 @@ class WorldWriter:
             self._context.keys.done,
             encode(done),
             expected_revision=0,
-            basis=(self._context.keys.world, entry.mod_revision),
+            basis=[(self._context.keys.world, entry.mod_revision), self._fence()],
         )
         return done if revision is not None else None
 
@@ -334,9 +346,14 @@ class Leadership:
     """One term as leader. Created on election, closed on losing leadership."""
 
     def __init__(
-        self, context: NodeContext, announce: Callable[[bytes], None], connections: Connections
+        self,
+        context: NodeContext,
+        announce: Callable[[bytes], None],
+        connections: Connections,
+        fence: Fence,
     ) -> None:
         self._context = context
+        self._fence = fence
         self._policy = Policy.of(context.status.node, context.options)
         self._since_s = context.clock.monotonic()
         self.roster = Roster(context.keys, connections, context.status.node.node_id)
@@ -344,11 +361,11 @@ class Leadership:
         self._accounting = FailureAccounting(context.options)
         self._accounting.remember(context.status.world, self._since_s, context.clock.wall())
         self._rechecked_generation = 0  # the generation whose failure made every member suspect
-        self.writer = WorldWriter(context, self.roster, self._accounting, announce)
+        self.writer = WorldWriter(context, self.roster, self._accounting, announce, fence)
         self._waiting_reason = ""
         self.waiting: dict[str, str] = {}  # id of each node that is not admitted -> why
         self._prober = Prober(context, self.roster)
-        self._hangs = HangJudge(context)
+        self._hangs = HangJudge(context, fence)
         self._stragglers = StragglerJudge(context)
         keys = context.keys
         self._watch: Watch = context.store.watch(
@@ -530,7 +547,7 @@ class Leadership:
             self._context.store.compare_and_delete(
                 keys.node(node_id),
                 expected_revision=None,
-                basis=(keys.world, entry.mod_revision),
+                basis=[(keys.world, entry.mod_revision), self._fence()],
             )
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:

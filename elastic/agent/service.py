@@ -417,7 +417,7 @@ class Registration:
             encode(node),
             expected_revision=None,
             lease=lease,
-            basis=context.secret.basis(context.keys),
+            basis=[context.secret.basis(context.keys)],
         )
         return revision is not None
 

@@ -278,10 +278,17 @@ class Succession:
 
     def _begin_term(self) -> None:
         self.end_term()
-        self.term = Leadership(self._context, self._liveness.announce, self.connections)
+        self.term = Leadership(
+            self._context, self._liveness.announce, self.connections, self._fence
+        )
         world = self._context.status.world
         if world is not None:  # for followers that are cut off from the store
             self._liveness.announce(encode(world))
+
+    def _fence(self) -> tuple[str, int]:
+        """The leader's key and its revision: what this node writes as leader depends on it."""
+        assert self._entry is not None
+        return self._context.keys.leader, self._entry.mod_revision
 
     def end_term(self) -> None:
         term, self.term = self.term, None

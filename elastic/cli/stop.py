@@ -84,7 +84,7 @@ def request_stop(store: KeyValue, keys: Keys, args: argparse.Namespace) -> None:
     while written is None:  # it may end after it was read
         running_job(store, keys, args)
         written = store.compare_and_swap(
-            keys.stop, record, expected_revision=None, basis=(keys.done, 0)
+            keys.stop, record, expected_revision=None, basis=[(keys.done, 0)]
         )
 
 

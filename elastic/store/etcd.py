@@ -573,11 +573,11 @@ def _by_key(entry: Entry) -> str:
 
 
 def _conditions(
-    key: str, expected_revision: int | None, basis: tuple[str, int] | None
+    key: str, expected_revision: int | None, basis: Sequence[tuple[str, int]]
 ) -> list[tuple[str, int]]:
     """Keys, and the mod revisions that they must have."""
     expected = [] if expected_revision is None else [(key, expected_revision)]
-    return expected if basis is None else [*expected, basis]
+    return [*expected, *basis]
 
 
 class EtcdStore:
@@ -668,7 +668,7 @@ class EtcdStore:
         *,
         expected_revision: int | None,
         lease: Lease | None = None,
-        basis: tuple[str, int] | None = None,
+        basis: Sequence[tuple[str, int]] = (),
     ) -> int | None:
         write = self._rpc.RequestOp(request_put=self._put_request(key, value, lease))
         expected = _conditions(key, expected_revision, basis)
@@ -684,7 +684,7 @@ class EtcdStore:
         return None
 
     def compare_and_delete(
-        self, key: str, *, expected_revision: int | None, basis: tuple[str, int] | None = None
+        self, key: str, *, expected_revision: int | None, basis: Sequence[tuple[str, int]] = ()
     ) -> bool:
         write = self._rpc.RequestOp(
             request_delete_range=self._rpc.DeleteRangeRequest(key=bytes_of(key))

@@ -138,10 +138,10 @@ class KeyValue(Protocol):
         *,
         expected_revision: int | None,
         lease: Lease | None = None,
-        basis: tuple[str, int] | None = None,
+        basis: Sequence[tuple[str, int]] = (),
     ) -> int | None:
         """Write only if the key's ``mod_revision`` is ``expected_revision`` (0: absent, None: any),
-        and ``basis``, another key from which the value was derived, still has its revision.
+        and the keys of ``basis``, on which the value depends, still have these revisions.
 
         Returns the new revision, or None if another writer was faster. A retry after a lost
         reply must not report failure for a swap that this call has performed: the
@@ -150,7 +150,7 @@ class KeyValue(Protocol):
         ...
 
     def compare_and_delete(
-        self, key: str, *, expected_revision: int | None, basis: tuple[str, int] | None = None
+        self, key: str, *, expected_revision: int | None, basis: Sequence[tuple[str, int]] = ()
     ) -> bool:
         """Delete under the conditions of :meth:`compare_and_swap`; True if this call has deleted
         it."""

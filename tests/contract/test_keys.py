@@ -64,12 +64,12 @@ def test_a_swap_succeeds_only_on_the_expected_revision(store: KeyValue, root: st
 
 def test_a_swap_succeeds_only_while_its_basis_is_unchanged(store: KeyValue, root: str) -> None:
     key, world = f"{root}done", f"{root}world"
-    assert store.compare_and_swap(key, b"1", expected_revision=0, basis=(world, 1)) is None
-    absent = store.compare_and_swap(key, b"1", expected_revision=0, basis=(world, 0))
+    assert store.compare_and_swap(key, b"1", expected_revision=0, basis=[(world, 1)]) is None
+    absent = store.compare_and_swap(key, b"1", expected_revision=0, basis=[(world, 0)])
     assert absent is not None
     revision = store.put(world, b"8")
-    assert store.compare_and_swap(key, b"2", expected_revision=None, basis=(world, 0)) is None
-    second = store.compare_and_swap(key, b"2", expected_revision=None, basis=(world, revision))
+    assert store.compare_and_swap(key, b"2", expected_revision=None, basis=[(world, 0)]) is None
+    second = store.compare_and_swap(key, b"2", expected_revision=None, basis=[(world, revision)])
     assert second is not None and second > absent
 
 
@@ -119,8 +119,8 @@ def test_a_key_is_deleted_only_while_its_basis_is_unchanged(store: KeyValue, roo
     key, world = f"{root}nodes/a", f"{root}world"
     written, revision = store.put(key, b"left"), store.put(world, b"8")
     for expected in (written, None):
-        assert not store.compare_and_delete(key, expected_revision=expected, basis=(world, 0))
-    assert store.compare_and_delete(key, expected_revision=None, basis=(world, revision))
+        assert not store.compare_and_delete(key, expected_revision=expected, basis=[(world, 0)])
+    assert store.compare_and_delete(key, expected_revision=None, basis=[(world, revision)])
     assert store.get(key) is None
 
 

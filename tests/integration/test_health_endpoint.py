@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,7 +159,7 @@ class StuckStore(MemoryStore):
         *,
         expected_revision: int | None,
         lease: Lease | None = None,
-        basis: tuple[str, int] | None = None,
+        basis: Sequence[tuple[str, int]] = (),
     ) -> int | None:
         if self.stuck.is_set():
             self.released.wait()

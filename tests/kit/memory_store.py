@@ -173,7 +173,7 @@ class MemoryStore:
         *,
         expected_revision: int | None,
         lease: Lease | None = None,
-        basis: tuple[str, int] | None = None,
+        basis: Sequence[tuple[str, int]] = (),
     ) -> int | None:
         with self.server.changed:
             self._check(f"swap {key}")
@@ -182,7 +182,7 @@ class MemoryStore:
             return self.server.put(key, value, lease.id if lease is not None else 0)
 
     def compare_and_delete(
-        self, key: str, *, expected_revision: int | None, basis: tuple[str, int] | None = None
+        self, key: str, *, expected_revision: int | None, basis: Sequence[tuple[str, int]] = ()
     ) -> bool:
         with self.server.changed:
             self._check(f"delete {key}")
@@ -242,10 +242,10 @@ class MemoryStore:
             raise StoreUnreachable(f"{what}: the memory store is disconnected")
 
     def _is_unchanged(
-        self, key: str, expected_revision: int | None, basis: tuple[str, int] | None
+        self, key: str, expected_revision: int | None, basis: Sequence[tuple[str, int]]
     ) -> bool:
         expected = {} if expected_revision is None else {key: expected_revision}
-        expected |= {} if basis is None else dict([basis])
+        expected |= dict(basis)
         return all(self._revision_of(k) == revision for k, revision in expected.items())
 
     def _revision_of(self, key: str) -> int:

@@ -44,7 +44,8 @@ class Leader:
                 status=NodeStatus(record, KEYS, 0.0),
                 clock=ManualClock(),
                 journal=MemoryJournal(),
-            )
+            ),
+            lambda: (KEYS.leader, 0),
         )
 
     def receives_facts(self, *ranks: RankFacts, generation: int = 7) -> None:

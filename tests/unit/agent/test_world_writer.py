@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kit.journal import MemoryJournal
 from kit.manual_clock import ManualClock
-from kit.membership_nodes import node, world
+from kit.membership_nodes import NOW, missing, node, proposal, runs, view, world
 from kit.memory_store import MemoryStore
 
 from elastic.agent.accounting import FailureAccounting
@@ -14,8 +14,8 @@ from elastic.agent.leader import Leadership, WorldWriter
 from elastic.agent.liveness import Connections, Verdict
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
 from elastic.agent.roster import NodesEvent, Roster
-from elastic.membership.records import Keys, NodeState, Outcome, encode
-from elastic.membership.view import Liveness
+from elastic.membership.records import Keys, Leader, NodeState, Outcome, encode
+from elastic.membership.view import Liveness, Policy
 from elastic.testing.waiting import PATIENCE_S
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey
@@ -35,12 +35,43 @@ def context_of(store: MemoryStore) -> NodeContext:
     )
 
 
+def writer_of(context: NodeContext, leader_revision: int) -> WorldWriter:
+    accounting, roster = FailureAccounting(context.options), Roster(KEYS, Connections())
+    return WorldWriter(
+        context, roster, accounting, lambda record: None, lambda: (KEYS.leader, leader_revision)
+    )
+
+
+def test_a_leader_that_was_replaced_writes_nothing_although_the_world_is_the_same() -> None:
+    """It was frozen for longer than its lease: n2 is silent for it since, and trains."""
+    store = MemoryStore()
+    context = context_of(store)
+    first = Leader(node_id="id-n1", address="10.0.0.1", liveness_port=1)
+    revision = store.put(KEYS.leader, encode(first))
+    writer = writer_of(context, revision)
+    seven = world("n1", "n2", limits=(1, 4))
+    entry = WorldEntry(seven, store.put(KEYS.world, encode(seven)), 0.0)
+    alone = proposal(
+        view(seven, runs("n1"), gone=[missing("n2", proved_dead=True)]),
+        policy=Policy(min_nodes=1, max_nodes=4),
+    )
+    store.put(KEYS.leader, encode(replace(first, node_id="id-n2")))
+    assert writer.propose(alone, entry, NOW)[0] is None
+    assert writer.end(Outcome.SUCCESS, "n1 finished", 0, entry) is None
+    store.delete(KEYS.leader)  # and where none has succeeded it yet
+    assert writer.propose(alone, entry, NOW)[0] is None
+    stored = store.get(KEYS.world)
+    assert stored is not None and stored.mod_revision == entry.mod_revision
+    assert store.get(KEYS.done) is None
+    written, _ = writer_of(context, 0).propose(alone, entry, NOW)
+    assert written is not None
+
+
 def test_a_former_leader_does_not_end_the_job() -> None:
     """Its successor has formed a world since; only the decision of the former one is obsolete."""
     store = MemoryStore()
     context = context_of(store)
-    accounting = FailureAccounting(context.options)
-    writer = WorldWriter(context, Roster(KEYS, Connections()), accounting, lambda record: None)
+    writer = writer_of(context, leader_revision=0)
     seven, eight = world("n1", "n2", "n3"), world("n2", "n3", generation=8)
     former = WorldEntry(seven, store.put(KEYS.world, encode(seven)), 0.0)
     current = WorldEntry(eight, store.put(KEYS.world, encode(eight)), 0.0)
@@ -61,7 +92,7 @@ def test_a_former_leader_deletes_no_record_that_its_successor_needs() -> None:
     for name in ("n1", "n2"):
         running = node(name, NodeState.STARTING, running=seven)
         store.put(KEYS.node(f"id-{name}"), encode(running), lease=store.lease(5.0))
-    term = Leadership(context, lambda record: None, Connections())
+    term = Leadership(context, lambda record: None, Connections(), lambda: (KEYS.leader, 0))
     try:
         (listed,) = context.inbox.take(PATIENCE_S)
         assert isinstance(listed, NodesEvent)
