@@ -127,7 +127,8 @@ class EveryNSteps(RetentionPolicy):
 
 @dataclass(frozen=True)
 class EveryNSeconds(RetentionPolicy):
-    """Keep one checkpoint per interval of ``seconds``, by the wall time at which it was written.
+    """Keep the first checkpoint of each interval of ``seconds``, by the wall time at which it was
+    written. Intervals begin at multiples of ``seconds`` since 1970.
 
     A jump of the clock makes the policy keep more checkpoints, never fewer. Raises
     :class:`ArgumentError` if ``seconds`` is not positive and finite.
@@ -145,14 +146,16 @@ class EveryNSeconds(RetentionPolicy):
         self, newest_first: CommittedNames, read_manifest: ManifestReader
     ) -> Collection[CheckpointName]:
         kept: list[CheckpointName] = []
-        last_s = -math.inf
+        # Fixed intervals, not distances from the last one kept: whether a checkpoint is kept must
+        # not depend on an older one that cannot be read for a moment.
+        last: float | None = None
         for name in reversed(newest_first):
             manifest = read_manifest(name)
             if manifest is None:
                 kept.append(name)
-            elif abs(manifest.wall_time_s - last_s) >= self.seconds:
+            elif (interval := manifest.wall_time_s // self.seconds) != last:
                 kept.append(name)
-                last_s = manifest.wall_time_s
+                last = interval
         return kept
 
 

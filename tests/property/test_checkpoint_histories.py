@@ -2,14 +2,18 @@
 
 Whatever happens, the newest checkpoint that was reported as saved, and those that the policy keeps,
 can be loaded once the storage works again, unless their bytes were damaged. A job that starts finds
-the newest one, or fails with the reason. The disk is as large as what the policy keeps and one
-attempt; nothing else remains, and the first save after the last fault succeeds.
+the newest one, in spite of a passing fault, or fails with the reason; it never starts over. The
+disk is as large as what the policy keeps and one attempt; nothing else remains, and the first save
+after the last fault succeeds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,20 +25,18 @@ from hypothesis import strategies as st
 from kit.manual_clock import ManualClock
 
 import checkpoints
-from checkpoints.names import CheckpointName, parse_attempt, parse_committed
+from checkpoints.commit import read_manifest
+from checkpoints.names import LATEST, MANIFEST, CheckpointName, parse_attempt, parse_committed
 from checkpoints.saving import WriterThreadDied
-from checkpoints.storage import PatientStorage, WritableFile
+from checkpoints.storage import PatientStorage, Storage, WritableFile
 from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash
+from checkpoints.tiers import TieredStorage
 from elastic.errors import CheckpointRequired
 from elastic.train.folder import CheckpointFolder
 
-KEPT = 2
-EVERY = 3
-BEST = checkpoints.LatestN(1) | checkpoints.BestN(1, "loss")
-MILESTONES = checkpoints.LatestN(1) | checkpoints.EveryNSteps(EVERY)
-POLICIES = (checkpoints.LatestN(KEPT), BEST, MILESTONES)
 ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.ETIMEDOUT)
 WRITES = ("make_folder", "create", "write", "sync", "close", "rename", "remove")
+PASSING_S = 1.0
 FOREVER_S = 1e9
 WEIGHTS = 2048
 ONE_BYTES = 4 * WEIGHTS + 4000  # of a checkpoint whose parts were not removed, and many worlds
@@ -58,10 +60,66 @@ class Disk(MemoryStorage):
     def used_bytes(self) -> int:
         return sum(map(self._size_bytes, self.list("")))
 
+    def committed(self) -> set[str]:
+        return {entry for entry in self.list("") if parse_committed(entry)}
+
     def _size_bytes(self, entry: str) -> int:
         with contextlib.suppress(FileNotFoundError):
             return sum(self.size(f"{entry}/{file}") for file in self.list(entry))
         return self.size(entry)
+
+
+class NodesMemory(MemoryStorage):
+    """Parts in the memory of nodes."""
+
+    is_volatile = True
+
+    def make_room(self, name: CheckpointName, size_bytes: int) -> None:
+        pass
+
+    def remove_if_empty(self, name: CheckpointName) -> None:
+        pass
+
+    def part_written(
+        self, name: CheckpointName, keep: checkpoints.RetentionFunction | None
+    ) -> tuple[str, ...]:
+        return ()
+
+
+class Folder(CheckpointFolder):
+    """The job's folder, and the memory of nodes that is given."""
+
+    nodes: NodesMemory
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[Storage]:
+        yield TieredStorage([self.nodes, self._reads]) if self.has_memory else self._reads
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A combination of retention policies; 0: without that one."""
+
+    latest: int = 0
+    best: int = 0
+    steps: int = 0
+    seconds: int = 0
+
+    @property
+    def policy(self) -> checkpoints.RetentionPolicy:
+        parts: list[checkpoints.RetentionPolicy] = []
+        parts += [checkpoints.LatestN(self.latest)] if self.latest else []
+        parts += [checkpoints.BestN(self.best, "loss")] if self.best else []
+        parts += [checkpoints.EveryNSteps(self.steps)] if self.steps else []
+        parts += [checkpoints.EveryNSeconds(self.seconds)] if self.seconds else []
+        return functools.reduce(operator.or_, parts)
+
+
+LATEST_2 = Keep(latest=2)
+BEST = Keep(latest=1, best=1)
+MILESTONES = Keep(latest=1, steps=3)
+TIMES = Keep(seconds=60)
+ALL = Keep(latest=2, best=2, steps=4, seconds=90)
 
 
 @dataclass
@@ -72,9 +130,14 @@ class Fault:
     begin: int  # skips so many calls first
     duration_s: float  # 0: one call
     kind: str = ""  # of the calls that fail, such as "open"; "": all
+    place: str = ""  # only calls for paths with this text
+
+    @property
+    def is_passing(self) -> bool:
+        return self.duration_s <= PASSING_S
 
     def strikes(self, label: str) -> bool:
-        if self.kind not in ("", label.partition(" ")[0]):
+        if self.kind not in ("", label.partition(" ")[0]) or self.place not in label:
             return False
         if self.number == errno.ENOSPC and not label.startswith(WRITES[:4]):
             return False  # a full disk can be read, and files can be removed
@@ -86,10 +149,14 @@ class Fault:
 class Job:
     """A job that saves into a storage with faults, and what it was told."""
 
-    keep: checkpoints.RetentionFunction
+    keep: Keep
     has_memory: bool = False  # it also looks for checkpoints in the memory of nodes
     disk: Disk = field(default_factory=Disk)
+    memory: NodesMemory = field(default_factory=NodesMemory)
+    saves_to_memory: bool = False
     clock: ManualClock = field(default_factory=ManualClock)
+    wall_offset_s: float = 1e9
+    has_jumped: bool = False  # the wall clock
     fault: Fault | None = None
     fault_until_s: float = 0.0
     others_bytes: int = 0  # of the disk, taken by others
@@ -98,14 +165,19 @@ class Job:
     lineage: checkpoints.Lineage = ()
     step: int = 0
     last_step: int = 0
-    reported: dict[str, float] = field(default_factory=dict)  # names and their content
+    saves: int = 0
+    reported: dict[str, float] = field(default_factory=dict)  # names and their times
     milestones: set[str] = field(default_factory=set)  # of this world
     damaged: set[str] = field(default_factory=set)
+    flipped: set[str] = field(default_factory=set)  # of them, those that only a load notices
     calls: list[str] = field(default_factory=list)
 
     @property
     def storage(self) -> PatientStorage:
         return PatientStorage(FaultyStorage(self.disk, before=self._before), clock=self.clock)
+
+    def wall_s(self) -> float:
+        return self.clock.monotonic() + self.wall_offset_s
 
     def _before(self, label: str) -> None:
         self.calls.append(label)
@@ -125,36 +197,57 @@ class Job:
                 return
         raise OSError(number, "injected", label)
 
+    def begin_fault(self, fault: Fault, *, only_at: int | None = None) -> None:
+        """``only_at``: the fault is of the files of one checkpoint, the so many newest one."""
+        self.repair()
+        names = sorted(self.disk.committed(), key=_age, reverse=True)
+        place = names[only_at] if only_at is not None and only_at < len(names) else ""
+        self.fault = Fault(fault.number, fault.begin, fault.duration_s, fault.kind, place)
+
     def repair(self) -> None:
         self.fault, self.fault_until_s = None, 0.0
+
+    def jump(self, seconds: float) -> None:
+        self.wall_offset_s += seconds
+        self.has_jumped = True
 
     def share_disk(self, others_bytes: int) -> None:
         """The disk has space for what the policy keeps and for one attempt, less what others
         take."""
-        damaged = len([name for name in self.damaged if name in self.disk.list("")])
+        damaged = len(self.damaged & self.disk.committed())
         self.disk.left_bytes = (self.most_kept() + 1 + damaged) * ONE_BYTES - others_bytes
 
     def most_kept(self) -> int:
         """How many checkpoints the policy may keep."""
-        if self.keep is MILESTONES:
-            return 1 + self.generation * (self.last_step // EVERY)
-        return KEPT
+        keep = self.keep
+        most = max(keep.latest, 1) + keep.best
+        if keep.steps:
+            most += self.generation * (self.last_step // keep.steps)
+        if keep.seconds and self.has_jumped:
+            most += self.saves
+        elif keep.seconds:
+            most += int(self.clock.monotonic()) // keep.seconds + 2
+        return most
 
-    def save(self, writers: int, *, steps: int = 1, by_engine: bool = False) -> bool:
-        """One save by all writers in turn, so many steps later; whether the last one reported a
-        commit.
+    def save(
+        self, writers: int, *, steps: int = 1, seconds: float = 0, by_engine: bool = False
+    ) -> bool:
+        """One save by all writers in turn, so many steps and seconds later; whether the last one
+        reported a commit.
 
         ``by_engine``: the last writer saves asynchronously, unless one before has failed.
         """
         self.step += steps
         self.last_step = max(self.step, self.last_step)
+        self.saves += 1
+        self.clock.advance(seconds)
         self.share_disk(self.others_bytes)
         committed = ""
-        value = float(self.step * 1000 + self.generation)
-        state = {"weight": torch.full((WEIGHTS,), value), "loss": loss_of(value)}
-        is_milestone = self.step // EVERY not in {
+        state = state_of(CheckpointName(self.step, self.generation, "x"))
+        every = self.keep.steps or FOREVER_S
+        is_milestone = self.step // every not in {
             0,
-            *(name.step // EVERY for name in map(parse_committed, self.disk.list("")) if name),
+            *(_parsed(name).step // every for name in self.disk.committed()),
         }
         for rank in range(writers):
             world = checkpoints.WriterGroup(
@@ -164,24 +257,26 @@ class Job:
                 size=writers,
                 lineage=self.lineage,
             )
+            if self.saves_to_memory:
+                self._save(self.memory, state, world)
             try:
                 if by_engine and rank == writers - 1:
                     committed = self._save_by_engine(state, world)
                 else:
-                    committed = self._save(state, world)
+                    committed = self._save(self.storage, state, world)
             except checkpoints.SaveError as error:
                 assert error.hint
                 by_engine = False
                 committed = ""
         if committed:
-            self.reported[committed] = value
+            self.reported[committed] = self._time_of(committed)
             if is_milestone:
                 self.milestones.add(committed)
         return bool(committed)
 
-    def _save(self, state: object, world: checkpoints.WriterGroup) -> str:
+    def _save(self, storage: Storage, state: object, world: checkpoints.WriterGroup) -> str:
         saved = checkpoints.save(
-            self.storage,
+            storage,
             state,
             step=self.step,
             nonce=world.nonce,
@@ -189,13 +284,18 @@ class Job:
             lineage=world.lineage,
             rank=world.rank,
             world_size=world.size,
-            keep=self.keep,
+            keep=self.keep.policy,
+            clock=self.wall_s,
         )
         return saved.name if saved.committed else ""
 
     def _save_by_engine(self, state: object, world: checkpoints.WriterGroup) -> str:
         engine = checkpoints.Engine(
-            self.storage, keep=self.keep, deadline_s=10.0, monotonic=self.clock.monotonic
+            self.storage,
+            keep=self.keep.policy,
+            deadline_s=10.0,
+            clock=self.wall_s,
+            monotonic=self.clock.monotonic,
         )
         handle = engine.save_async(state, step=self.step, world=world)
         try:
@@ -209,70 +309,120 @@ class Job:
         assert handle.outcome.reason
         return ""
 
+    def prune(self) -> None:
+        """On request; every byte is verified."""
+        before = self.disk.committed() - self.damaged
+        with contextlib.suppress(checkpoints.LoadError, checkpoints.SaveError):
+            checkpoints.prune(self.storage, self.keep.policy)
+        left = self.disk.committed() - self.damaged
+        for name in before - left:
+            assert len(_newer(left, name)) >= max(self.keep.latest, 1)
+
     def restart(self) -> None:
         """As a new world does: collect garbage, find the newest, continue from it."""
         self.dies_in = None
         reported: list[str] = []
-        folder = CheckpointFolder(
-            self.storage, lambda name, _: reported.append(name), memory=self.has_memory
-        )
+        folder = Folder(self.storage, lambda name, _: reported.append(name), memory=self.has_memory)
+        folder.nodes = self.memory
         world: Any = SimpleNamespace(generation=self.generation + 1, nonce="x")
         best = self.best()
+        fault, damaged_only = self.fault, not self.disk.committed() - self.damaged
         lineage: checkpoints.Lineage = ()
         step = 0
         try:
             source = folder.resolve(world, required=False)
             if source.name is not None:
-                found = folder.load(source.name).info
-                lineage = checkpoints.derive_lineage(found, source.generation)
-                step = found.step
+                loaded = folder.load(source.name)
+                assert _same(loaded.state, state_of(_parsed(source.name)))
+                lineage = checkpoints.derive_lineage(loaded.info, source.generation)
+                step = loaded.info.step
         except (checkpoints.LoadError, CheckpointRequired) as error:
             assert error.hint  # the job does not start: nothing is lost
+            is_missing = isinstance(error, CheckpointRequired)
+            assert damaged_only or not (is_missing or self._can_start_in(fault)), error
             return
-        if best is not None:
-            # It is found, or a fault is reported: there is no silent start from step 0.
-            assert source.name is not None
-            assert not _older(source.name, best) or best in reported
+        if source.name is None:  # a start from step 0
+            assert self.disk.committed() == set()
+            assert LATEST not in self.disk.list("")
+        elif best is not None and _age(source.name) < _age(best):
+            assert best in reported
+            assert fault is not None and not fault.is_passing
         self.generation, self.lineage, self.step = source.generation, lineage, step
         self.milestones = set()
+
+    def _can_start_in(self, fault: Fault | None) -> bool:
+        """Whether the fault leaves a checkpoint that can be loaded. Not if it may be one in the
+        content of the newest, of which only its load learns."""
+        if self.flipped & self.disk.committed():
+            return False
+        if fault is None or fault.is_passing:
+            return True
+        return bool(fault.place and self.disk.committed() - self.damaged - {fault.place})
 
     def best(self) -> str | None:
         """The newest reported checkpoint whose bytes are as they were written."""
         intact = [name for name in self.reported if name not in self.damaged]
-        return max(intact, key=lambda name: _parsed(name).age_order, default=None)
+        return max(intact, key=_age, default=None)
 
-    def damage(self, index: int) -> None:
-        names = sorted(entry for entry in self.disk.list("") if parse_committed(entry))
-        if names:
-            name = names[index % len(names)]
-            files = sorted(self.disk.list(name))
-            self.disk.contents(f"{name}/{files[index % len(files)]}")[-2] ^= 1
-            self.damaged.add(name)
-            # What the policy has removed before cannot replace it.
-            self.reported = {n: value for n, value in self.reported.items() if n in names}
-            self.milestones -= {name}
+    def damage(self, index: int, how: str) -> None:
+        names = sorted(self.disk.committed())
+        if not names:
+            return
+        name = names[index % len(names)]
+        tensors = sorted(file for file in self.disk.list(name) if file.endswith(".safetensors"))
+        if name in self.damaged or not tensors:
+            return
+        file = f"{name}/{tensors[index % len(tensors)]}"
+        if how == "flip":
+            self.disk.contents(file)[-2] ^= 1
+            self.flipped.add(name)
+        elif how == "truncate":
+            del self.disk.contents(file)[-2:]
+        elif how == "remove":
+            self.disk.remove(file)
+        else:
+            self.disk.contents(f"{name}/{MANIFEST}")[-2] ^= 1
+        self.damaged.add(name)
+        self._forget_removed()
+
+    def wipe(self) -> None:
+        """Someone removes all checkpoints."""
+        for name in self.disk.committed():
+            self.disk.remove_folder(name)
+        self._forget_removed()
+
+    def _forget_removed(self) -> None:
+        """What the policy has removed before cannot replace what is now damaged."""
+        names = self.disk.committed()
+        self.reported = {n: time_s for n, time_s in self.reported.items() if n in names}
+        self.milestones &= names - self.damaged
 
     def check_nothing_is_lost(self) -> None:
-        best = self.best()
-        if best is None:
-            return
-        if best in self.disk.list(""):
-            self._check_loadable(best)
-        else:  # one whose commit could not be reported has replaced it
-            newest = checkpoints.latest(self.disk).checkpoint
-            assert newest is not None and _older(best, newest.name)
-        if self.keep is BEST and not self.damaged:  # retention does not look for flipped bits
-            names = [entry for entry in self.disk.list("") if parse_committed(entry)]
-            losses = [checkpoints.load(self.disk, name).state["loss"] for name in names]
-            assert min(losses) <= min(map(loss_of, self.reported.values()))
-        if self.keep is MILESTONES:
-            exact = {n for n in self.reported if _parsed(n).step % EVERY == 0 < _parsed(n).step}
-            for name in (exact | self.milestones) - self.damaged:
-                self._check_loadable(name)
+        present = self.disk.committed()
+        # Retention does not look for flipped bits.
+        counted = present - (self.damaged - self.flipped)
+        intact = self.reported.keys() - self.damaged
+        for name in intact:
+            if name in present:
+                loaded = checkpoints.load(self.disk, name).state
+                assert _same(loaded, state_of(_parsed(name)))
+                continue
+            assert len(_newer(counted, name)) >= max(self.keep.latest, 1)
+            assert _newer(present - self.damaged, name)
+            if self.keep.seconds:
+                times_s = [abs(self._time_of(n) - self.reported[name]) for n in counted]
+                assert min(times_s) < self.keep.seconds
+        if self.keep.best:
+            losses = sorted(loss_of(_parsed(name)) for name in counted)[: self.keep.best]
+            best = sorted(loss_of(_parsed(name)) for name in intact)[: self.keep.best]
+            assert all(a <= b for a, b in zip(losses, best, strict=False))
+            assert len(losses) >= len(best)
+        if every := self.keep.steps:
+            exact = {name for name in intact if _parsed(name).step % every == 0}
+            assert exact | (self.milestones - self.damaged) <= present
 
-    def _check_loadable(self, name: str) -> None:
-        state = checkpoints.load(self.disk, name).state
-        assert torch.equal(state["weight"], torch.full((WEIGHTS,), self.reported[name]))
+    def _time_of(self, name: str) -> float:
+        return read_manifest(self.disk, name).wall_time_s
 
     def check_after_the_last_fault(self, *, restarts: bool) -> None:
         self.repair()
@@ -287,13 +437,22 @@ class Job:
         assert [entry for entry in entries if parse_attempt(entry)] == []
         if restarts:  # a record that could neither be written nor removed waits for the collection
             assert [entry for entry in entries if entry.startswith(".tmp-")] == []
-        committed = {entry for entry in entries if parse_committed(entry)}
-        assert len(committed - self.damaged) <= self.most_kept()
+        assert len(self.disk.committed() - self.damaged) <= self.most_kept()
 
 
-def loss_of(value: float) -> float:
+def state_of(name: CheckpointName) -> dict[str, Any]:
+    """The state that a job saves at that step, in that generation."""
+    value = float(name.step * 1000 + name.generation)
+    return {"weight": torch.full((WEIGHTS,), value), "loss": loss_of(name)}
+
+
+def loss_of(name: CheckpointName) -> float:
     """The loss of a state, neither falling nor rising."""
-    return value * 7919 % 97
+    return (name.step * 1000 + name.generation) * 7919 % 97
+
+
+def _same(state: Any, other: dict[str, Any]) -> bool:
+    return bool(torch.equal(state["weight"], other["weight"]) and state["loss"] == other["loss"])
 
 
 def _parsed(name: str) -> CheckpointName:
@@ -302,81 +461,115 @@ def _parsed(name: str) -> CheckpointName:
     return parsed
 
 
-def _older(name: str, other: str) -> bool:
-    return _parsed(name).age_order < _parsed(other).age_order
+def _age(name: str) -> tuple[int, int, str]:
+    return _parsed(name).age_order
 
 
+def _newer(names: set[str], name: str) -> list[str]:
+    return [other for other in names if _age(other) > _age(name)]
+
+
+KEEPS = st.builds(
+    Keep, st.integers(0, 3), st.integers(0, 2), st.sampled_from([0, 3, 4]), st.sampled_from([0, 60])
+).filter(lambda keep: keep != Keep())
+DAMAGES = ("flip", "truncate", "remove", "manifest")
+SAVES = st.tuples(st.integers(1, 2), st.integers(1, 4), st.sampled_from([0, 20, 70]))
 EVENTS = st.one_of(
-    st.tuples(st.just("save"), st.tuples(st.integers(1, 2), st.integers(1, 4))),
-    st.tuples(st.just("save by engine"), st.tuples(st.integers(1, 2), st.integers(1, 4))),
+    st.tuples(st.just("save"), SAVES),
+    st.tuples(st.just("save by engine"), SAVES),
     st.tuples(st.just("kill"), st.integers(0, 60)),
     st.tuples(st.just("kill engine"), st.integers(0, 60)),
     st.tuples(
         st.just("fault"),
-        st.builds(
-            Fault,
-            st.sampled_from(ERRORS),
-            st.integers(0, 60),
-            st.sampled_from([0, 1.0, FOREVER_S]),
-            st.sampled_from(["", "list", "open", "read", "create", "write", "rename", "remove"]),
+        st.tuples(
+            st.builds(
+                Fault,
+                st.sampled_from(ERRORS),
+                st.integers(0, 60),
+                st.sampled_from([0, PASSING_S, FOREVER_S]),
+                st.sampled_from(
+                    ["", "list", "open", "read", "create", "write", "rename", "remove", "close"]
+                ),
+            ),
+            st.none(),
+        ),
+    ),
+    st.tuples(
+        st.just("fault"),
+        st.tuples(
+            st.builds(
+                Fault,
+                st.just(errno.EIO),
+                st.integers(0, 3),
+                st.just(FOREVER_S),
+                st.sampled_from(["", "open", "read"]),
+            ),
+            st.integers(0, 2),
         ),
     ),
     st.tuples(st.just("others"), st.sampled_from([0, ONE_BYTES // 2, 2 * ONE_BYTES])),
     st.tuples(st.just("repair"), st.none()),
-    st.tuples(st.just("damage"), st.integers(0, 20)),
+    st.tuples(st.just("damage"), st.tuples(st.integers(0, 20), st.sampled_from(DAMAGES))),
+    st.tuples(st.just("prune"), st.none()),
+    st.tuples(st.just("wipe"), st.none()),
+    st.tuples(st.just("jump"), st.sampled_from([-1e6, -100.0, 1e6])),
+    st.tuples(st.just("memory"), st.booleans()),
     st.tuples(st.just("restart"), st.none()),
 )
 
 
 @given(
-    keep=st.sampled_from(POLICIES),
+    keep=KEEPS,
     has_memory=st.booleans(),
-    events=st.lists(EVENTS, max_size=12),
+    events=st.lists(EVENTS, max_size=14),
     restarts=st.booleans(),
 )
 def test_no_history_loses_what_was_reported_as_saved(
-    keep: checkpoints.RetentionFunction,
-    has_memory: bool,
-    events: list[tuple[str, Any]],
-    restarts: bool,
+    keep: Keep, has_memory: bool, events: list[tuple[str, Any]], restarts: bool
 ) -> None:
     job = Job(keep, has_memory)
     for kind, value in events:
-        by_engine = kind.endswith("engine")
-        if kind.startswith("save"):
-            writers, steps = value
-            job.save(writers, steps=steps, by_engine=by_engine)
-        elif kind.startswith("kill"):
-            job.dies_in = value
-            try:
-                job.save(2, by_engine=by_engine)
-            except SimulatedCrash:
-                job.restart()
-            job.dies_in = None
-        elif kind == "fault":
-            job.repair()
-            job.fault = Fault(value.number, value.begin, value.duration_s, value.kind)
-        elif kind == "repair":
-            job.repair()
-        elif kind == "others":
-            job.others_bytes = value
-        elif kind == "damage":
-            job.damage(value)
-        else:
-            job.restart()
+        _apply(job, kind, value)
         job.check_nothing_is_lost()
     job.check_after_the_last_fault(restarts=restarts)
 
 
-@pytest.mark.parametrize("duration_s", [0, 1.0, FOREVER_S])
+def _apply(job: Job, kind: str, value: Any) -> None:
+    by_engine = kind.endswith("engine")
+    if kind.startswith("save"):
+        writers, steps, seconds = value
+        job.save(writers, steps=steps, seconds=seconds, by_engine=by_engine)
+    elif kind.startswith("kill"):
+        job.dies_in = value
+        try:
+            job.save(2, by_engine=by_engine)
+        except SimulatedCrash:
+            job.restart()
+        job.dies_in = None
+    elif kind == "fault":
+        fault, only_at = value
+        job.begin_fault(fault, only_at=only_at)
+    elif kind == "others":
+        job.others_bytes = value
+    elif kind == "damage":
+        job.damage(*value)
+    elif kind == "jump":
+        job.jump(value)
+    elif kind == "memory":
+        job.saves_to_memory = value and job.has_memory
+        if not value:
+            job.memory = NodesMemory()
+    else:
+        {"repair": job.repair, "prune": job.prune, "wipe": job.wipe, "restart": job.restart}[kind]()
+
+
+@pytest.mark.parametrize("duration_s", [0, PASSING_S, FOREVER_S])
 @pytest.mark.parametrize(
-    ("keep", "has_memory"), [(POLICIES[0], False), (BEST, True), (MILESTONES, True)]
+    ("keep", "has_memory"), [(LATEST_2, True), (BEST, False), (MILESTONES, True), (TIMES, True)]
 )
-def test_a_fault_of_any_call_loses_nothing(
-    duration_s: float, keep: checkpoints.RetentionFunction, has_memory: bool
-) -> None:
+def test_a_fault_of_any_call_loses_nothing(duration_s: float, keep: Keep, has_memory: bool) -> None:
     """Each call of a save and a restart in turn fails, and each one of its kind: once, for a
-    second, or until repaired."""
+    second, or until repaired. Before, one of the checkpoints may be damaged."""
     undisturbed = _saved_and_restarted(keep, has_memory, None)
     kinds = [label.partition(" ")[0] for label in undisturbed.calls]
     assert len(kinds) > 60
@@ -386,17 +579,21 @@ def test_a_fault_of_any_call_loses_nothing(
             Fault(errno.ENOSPC, at, duration_s),
             Fault(errno.EIO, kinds[:at].count(kind), duration_s, kind),
         ):
-            job = _saved_and_restarted(keep, has_memory, fault)
+            damage = (None, *DAMAGES)[at % (1 + len(DAMAGES))]
+            job = _saved_and_restarted(keep, has_memory, fault, damage, at)
             job.check_nothing_is_lost()
             job.check_after_the_last_fault(restarts=at % 2 == 0)
 
 
 def _saved_and_restarted(
-    keep: checkpoints.RetentionFunction, has_memory: bool, fault: Fault | None
+    keep: Keep, has_memory: bool, fault: Fault | None, damage: str | None = None, index: int = 0
 ) -> Job:
     job = Job(keep, has_memory)
-    job.save(2)
+    for _ in range(2):
+        job.save(2, seconds=50)
+    if damage is not None:
+        job.damage(index // 5, damage)
     job.calls, job.fault = [], fault
-    job.save(2)
+    job.save(2, seconds=50)
     job.restart()
     return job
