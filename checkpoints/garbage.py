@@ -25,6 +25,7 @@ from checkpoints.commit import (
     remove_private_manifests,
     world_size_of,
 )
+from checkpoints.errors import UnsupportedFormat
 from checkpoints.intervals import GARBAGE_MIN_AGE_S
 from checkpoints.names import (
     LATEST_PREFIX,
@@ -33,7 +34,7 @@ from checkpoints.names import (
     parse_attempt,
 )
 from checkpoints.objects import Root, storage_for
-from checkpoints.storage import ABSENT, Storage, patient, reading, reason_of
+from checkpoints.storage import ABSENT, Storage, patient, reading, reason_of, repeated
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,14 @@ class _Collection:
         if not self._collector.is_of(name):
             remove_private_manifests(self.storage, name)
         try:
-            commit(self.storage, name, world_size_of(self.storage.list(name.attempt)))
+            world_size = world_size_of(self.storage.list(name.attempt))
+            repeated(self.storage, lambda: commit(self.storage, name, world_size))
             self.committed.append(str(name))
         except IncompleteAttempt as why:
-            self._remove_or_retain(name, str(why))
+            if isinstance(why.__cause__, UnsupportedFormat):
+                self._fail(name.attempt, f"it cannot be committed: {why}")
+            else:
+                self._remove_or_retain(name, str(why))
         except ABSENT:
             self._remove_or_retain(name, "a file is missing")
         except OSError as error:

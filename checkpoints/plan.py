@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints.commit import read_manifest
@@ -26,6 +28,8 @@ from checkpoints.tree import (
 
 if TYPE_CHECKING:
     import torch
+
+_MAPS = Path("/proc/self/maps")
 
 
 @dataclass(frozen=True)
@@ -181,12 +185,13 @@ def _match(
     manifest: Manifest, leaves: Mapping[str, str], live: Mapping[str, torch.Tensor]
 ) -> Match:
     fitting, mismatched = [], []
+    read_only = _read_only_memory() if live else []
     for path, tensor in live.items():
         if path not in leaves:
             continue
         spec = manifest.tensors[leaves[path]].spec
         saved = (spec.shape, BY_NAME[spec.dtype].torch)
-        if why := _why_unwritable(tensor):
+        if why := _why_unwritable(tensor, read_only):
             mismatched.append(_unloadable(path, why))
         elif (tuple(tensor.shape), tensor.dtype) == saved:
             fitting.append(path)
@@ -249,7 +254,19 @@ def _are_equal(storage: Storage, manifest: Manifest, name: str, other: str) -> b
     return torch.equal(first, second)
 
 
-def _why_unwritable(tensor: torch.Tensor) -> str:
+def _read_only_memory() -> list[tuple[int, int]]:
+    """The addresses of this process's memory that cannot be written, in order; empty if unknown. A
+    copy into a file that is mapped for reading would end the process (SIGSEGV)."""
+    try:
+        lines = _MAPS.read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split(maxsplit=2) for line in lines]  # proc_pid_maps(5)
+    ranges = [place.split("-") for place, permissions, _ in fields if permissions[1] != "w"]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+
+
+def _why_unwritable(tensor: torch.Tensor, read_only: Sequence[tuple[int, int]]) -> str:
     """Why values cannot be copied into a live tensor; "" if they can."""
     local = local_of(tensor) if is_dtensor(tensor) else tensor
     if local.is_meta:
@@ -260,6 +277,12 @@ def _why_unwritable(tensor: torch.Tensor) -> str:
     span = 1 + sum((size - 1) * step for size, step in steps)
     if local.numel() and (span < local.numel() or any(n > 1 and not step for n, step in steps)):
         return "expanded, several elements share memory"
+    if local.numel() and local.device.type == "cpu":
+        begin = local.data_ptr()
+        end = begin + span * local.element_size()
+        before = bisect.bisect_left(read_only, (end, 0))  # the ranges that begin before its end
+        if before and read_only[before - 1][1] > begin:
+            return "in memory that is mapped for reading only"
     return ""
 
 

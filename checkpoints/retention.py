@@ -131,7 +131,9 @@ def after_commit(
             notes.append(f"{name} is committed, but {what} failed: {error!r}")
 
     with noted("listing older checkpoints"):
-        names = committed_names(patient(storage))
+        # A listing may show a new name after a delay.
+        listed = {name, *committed_names(patient(storage))}
+        names = sorted(listed, key=lambda n: n.age_order, reverse=True)
         with noted(f"writing {LATEST}"):
             _point_latest(storage, names[0])
         notes += filter(None, (_newer_run(names[0], name), history.note_other_runs(names, name)))
@@ -163,18 +165,24 @@ def not_retained(
     storage: Storage,
     newest_first: Sequence[CheckpointName],
     keep: RetentionFunction | None,
-    history: FolderHistory,
+    history: FolderHistory | None = None,
 ) -> tuple[CheckpointName, ...]:
     """The committed checkpoints that ``keep`` does not retain, oldest first; None retains all. A
-    checkpoint counts as valid if its manifest is intact and its files have the right sizes."""
+    checkpoint counts as valid if its manifest is intact and its files have the right sizes.
+
+    ``history``: what was checked earlier is not read again. Only after a commit: that checkpoint
+    is then intact, whatever has happened to the others since.
+    """
     if keep is None:
         return ()
 
     @functools.cache
     def look(name: CheckpointName) -> Manifest | LoadError:
-        if (known := history.manifests.get(name)) is not None:
-            return known
         try:
+            if history is None:
+                return without_tensors(read_manifest(patient(storage), str(name)))
+            if (known := history.manifests.get(name)) is not None:
+                return known
             return history.remember(_without_tensors(storage, name))
         except LoadError as error:
             return error
@@ -184,7 +192,7 @@ def not_retained(
         return None if isinstance(info, LoadError) else info
 
     def validity(name: CheckpointName) -> Validity:
-        if name in history.valid:
+        if history is not None and name in history.valid:
             return Validity.VALID
         info = look(name)
         return validity_of(info) if isinstance(info, LoadError) else Validity.VALID
@@ -233,7 +241,7 @@ def _point_latest(storage: Storage, newest: CheckpointName) -> None:
 
 
 def free_space(
-    storage: Storage, name: CheckpointName, keep: RetentionFunction | None, history: FolderHistory
+    storage: Storage, name: CheckpointName, keep: RetentionFunction | None
 ) -> Iterator[None]:
     """Free the space of a full disk for a save of ``name``, step by step: what it supersedes, what
     ``keep`` does not retain, and complete attempts of earlier worlds. Yields after each step that
@@ -244,20 +252,18 @@ def free_space(
     """
     if remove_superseded(storage, name):
         yield
-    if _remove_not_retained(storage, keep, history):
+    if _remove_not_retained(storage, keep):
         yield
     if remove_superseded(storage, name, spares_complete=False):
         yield
 
 
-def _remove_not_retained(
-    storage: Storage, keep: RetentionFunction | None, history: FolderHistory
-) -> bool:
+def _remove_not_retained(storage: Storage, keep: RetentionFunction | None) -> bool:
     """Whether checkpoints were removed. The next commit notes what fails here, such as the user's
     policy."""
     is_freed = False
     with contextlib.suppress(Exception):
-        for old in not_retained(storage, committed_names(patient(storage)), keep, history):
+        for old in not_retained(storage, committed_names(patient(storage)), keep):
             with contextlib.suppress(OSError):
                 remove_committed(storage, old)
                 is_freed = True

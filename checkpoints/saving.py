@@ -317,7 +317,7 @@ def _with_room(storage: Storage, attempt: WriteAttempt, write: Callable[[], T]) 
     """The result of ``write``, repeated as a write to that storage. On a full disk, what is no
     longer needed makes room first."""
     keep = attempt.keep if attempt.is_current else None
-    freed = free_space(storage, attempt.name, keep, attempt.history)
+    freed = free_space(storage, attempt.name, keep)
     while True:
         try:
             return repeated(storage, write)

@@ -571,7 +571,8 @@ class _PatientSource:
     def close(self) -> None:
         source, self._source = self._source, None
         if source is not None:
-            source.close()
+            with contextlib.suppress(OSError):  # what was read has been verified by its hash
+                source.close()
 
     def _repeated(self, call: Callable[[ReadableFile], T]) -> T:
         def once() -> T:
@@ -580,8 +581,7 @@ class _PatientSource:
             try:
                 return call(self._source)
             except OSError:
-                with contextlib.suppress(OSError):
-                    self.close()
+                self.close()
                 raise
 
         return self._storage.repeated(once)
@@ -611,7 +611,7 @@ def page_cache_identity(storage: Storage, name: str) -> str | None:
     if not isinstance(storage, LocalStorage):
         return None
     try:
-        folder = os.stat(Path(storage.place) / name)
+        folder = os.stat(Path(storage.folder) / name)
         kernel = f"{_BOOT.read_text().strip()} {os.uname().nodename}"
         return f"{kernel} {folder.st_dev} {folder.st_ino}"
     except OSError:

@@ -217,7 +217,10 @@ class _FaultySource:
         return found[0]
 
     def close(self) -> None:
-        self._inner.close()
+        try:
+            self._plan.run(f"close {self._path}", lambda: None)
+        finally:
+            self._inner.close()
 
 
 class FaultyObjects(_Faulty[Objects]):

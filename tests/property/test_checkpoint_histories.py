@@ -133,8 +133,10 @@ class Fault:
     place: str = ""  # only calls for paths with this text
 
     @property
-    def is_passing(self) -> bool:
-        return self.duration_s <= PASSING_S
+    def hinders_reads(self) -> bool:
+        """Whether it may fail a read for longer than reads are repeated."""
+        is_of_reads = self.number != errno.ENOSPC and self.kind not in WRITES
+        return self.duration_s > PASSING_S and is_of_reads
 
     def strikes(self, label: str) -> bool:
         if self.kind not in ("", label.partition(" ")[0]) or self.place not in label:
@@ -166,11 +168,13 @@ class Job:
     step: int = 0
     last_step: int = 0
     saves: int = 0
-    reported: dict[str, float] = field(default_factory=dict)  # names and their times
+    reported: set[str] = field(default_factory=set)  # names
+    times_s: dict[str, float] = field(default_factory=dict)  # of all names
     milestones: set[str] = field(default_factory=set)  # of this world
     damaged: set[str] = field(default_factory=set)
     flipped: set[str] = field(default_factory=set)  # of them, those that only a load notices
     calls: list[str] = field(default_factory=list)
+    engine: checkpoints.Engine | None = None  # of this process
 
     @property
     def storage(self) -> PatientStorage:
@@ -269,7 +273,8 @@ class Job:
                 by_engine = False
                 committed = ""
         if committed:
-            self.reported[committed] = self._time_of(committed)
+            self.reported.add(committed)
+            self._note_times()
             if is_milestone:
                 self.milestones.add(committed)
         return bool(committed)
@@ -290,16 +295,16 @@ class Job:
         return saved.name if saved.committed else ""
 
     def _save_by_engine(self, state: object, world: checkpoints.WriterGroup) -> str:
-        engine = checkpoints.Engine(
+        self.engine = self.engine or checkpoints.Engine(
             self.storage,
             keep=self.keep.policy,
             deadline_s=10.0,
             clock=self.wall_s,
             monotonic=self.clock.monotonic,
         )
-        handle = engine.save_async(state, step=self.step, world=world)
+        handle = self.engine.save_async(state, step=self.step, world=world)
         try:
-            engine.close()
+            self.engine.wait()
         except WriterThreadDied as death:
             assert isinstance(death.__cause__, SimulatedCrash)
             raise death.__cause__ from death
@@ -319,8 +324,9 @@ class Job:
             assert len(_newer(left, name)) >= max(self.keep.latest, 1)
 
     def restart(self) -> None:
-        """As a new world does: collect garbage, find the newest, continue from it."""
+        """As a new process does: collect garbage, find the newest, continue from it."""
         self.dies_in = None
+        self.end_process()
         reported: list[str] = []
         folder = Folder(self.storage, lambda name, _: reported.append(name), memory=self.has_memory)
         folder.nodes = self.memory
@@ -346,16 +352,22 @@ class Job:
             assert LATEST not in self.disk.list("")
         elif best is not None and _age(source.name) < _age(best):
             assert best in reported
-            assert fault is not None and not fault.is_passing
+            assert fault is not None and fault.hinders_reads
         self.generation, self.lineage, self.step = source.generation, lineage, step
         self.milestones = set()
+
+    def end_process(self) -> None:
+        if self.engine is not None:
+            with contextlib.suppress(WriterThreadDied):
+                self.engine.close()
+            self.engine = None
 
     def _can_start_in(self, fault: Fault | None) -> bool:
         """Whether the fault leaves a checkpoint that can be loaded. Not if it may be one in the
         content of the newest, of which only its load learns."""
         if self.flipped & self.disk.committed():
             return False
-        if fault is None or fault.is_passing:
+        if fault is None or not fault.hinders_reads:
             return True
         return bool(fault.place and self.disk.committed() - self.damaged - {fault.place})
 
@@ -365,6 +377,7 @@ class Job:
         return max(intact, key=_age, default=None)
 
     def damage(self, index: int, how: str) -> None:
+        self._note_times()
         names = sorted(self.disk.committed())
         if not names:
             return
@@ -394,14 +407,16 @@ class Job:
     def _forget_removed(self) -> None:
         """What the policy has removed before cannot replace what is now damaged."""
         names = self.disk.committed()
-        self.reported = {n: time_s for n, time_s in self.reported.items() if n in names}
+        self.reported &= names
         self.milestones &= names - self.damaged
 
     def check_nothing_is_lost(self) -> None:
+        self._note_times()
         present = self.disk.committed()
-        # Retention does not look for flipped bits.
-        counted = present - (self.damaged - self.flipped)
-        intact = self.reported.keys() - self.damaged
+        # Retention does not look for flipped bits, and an engine for no later damage.
+        unseen = self.damaged if self.engine is not None else self.flipped
+        counted = present - (self.damaged - unseen)
+        intact = self.reported - self.damaged
         for name in intact:
             if name in present:
                 loaded = checkpoints.load(self.disk, name).state
@@ -410,7 +425,7 @@ class Job:
             assert len(_newer(counted, name)) >= max(self.keep.latest, 1)
             assert _newer(present - self.damaged, name)
             if self.keep.seconds:
-                times_s = [abs(self._time_of(n) - self.reported[name]) for n in counted]
+                times_s = [abs(self.times_s[other] - self.times_s[name]) for other in counted]
                 assert min(times_s) < self.keep.seconds
         if self.keep.best:
             losses = sorted(loss_of(_parsed(name)) for name in counted)[: self.keep.best]
@@ -421,8 +436,9 @@ class Job:
             exact = {name for name in intact if _parsed(name).step % every == 0}
             assert exact | (self.milestones - self.damaged) <= present
 
-    def _time_of(self, name: str) -> float:
-        return read_manifest(self.disk, name).wall_time_s
+    def _note_times(self) -> None:
+        for name in self.disk.committed() - self.damaged - self.times_s.keys():
+            self.times_s[name] = read_manifest(self.disk, name).wall_time_s
 
     def check_after_the_last_fault(self, *, restarts: bool) -> None:
         self.repair()
@@ -474,42 +490,39 @@ KEEPS = st.builds(
 ).filter(lambda keep: keep != Keep())
 DAMAGES = ("flip", "truncate", "remove", "manifest")
 SAVES = st.tuples(st.integers(1, 2), st.integers(1, 4), st.sampled_from([0, 20, 70]))
+KINDS = ("", "list", "open", "read", "close", "create", "write", "rename", "remove")
+FAULTS = st.tuples(
+    st.builds(
+        Fault,
+        st.sampled_from(ERRORS),
+        st.one_of(st.integers(0, 7), st.integers(0, 60)),
+        st.sampled_from([FOREVER_S, PASSING_S, 0]),
+        st.sampled_from(KINDS),
+    ),
+    st.none(),
+)
+UNREADABLE = st.tuples(
+    st.builds(
+        Fault,
+        st.just(errno.EIO),
+        st.integers(0, 3),
+        st.just(FOREVER_S),
+        st.sampled_from(["", "open", "read"]),
+    ),
+    st.integers(0, 2),
+)
+DAMAGE = st.tuples(st.integers(0, 20), st.sampled_from(DAMAGES))
 EVENTS = st.one_of(
     st.tuples(st.just("save"), SAVES),
     st.tuples(st.just("save by engine"), SAVES),
     st.tuples(st.just("kill"), st.integers(0, 60)),
     st.tuples(st.just("kill engine"), st.integers(0, 60)),
-    st.tuples(
-        st.just("fault"),
-        st.tuples(
-            st.builds(
-                Fault,
-                st.sampled_from(ERRORS),
-                st.integers(0, 60),
-                st.sampled_from([0, PASSING_S, FOREVER_S]),
-                st.sampled_from(
-                    ["", "list", "open", "read", "create", "write", "rename", "remove", "close"]
-                ),
-            ),
-            st.none(),
-        ),
-    ),
-    st.tuples(
-        st.just("fault"),
-        st.tuples(
-            st.builds(
-                Fault,
-                st.just(errno.EIO),
-                st.integers(0, 3),
-                st.just(FOREVER_S),
-                st.sampled_from(["", "open", "read"]),
-            ),
-            st.integers(0, 2),
-        ),
-    ),
+    st.tuples(st.just("fault"), st.one_of(FAULTS, UNREADABLE)),
+    st.tuples(st.just("restart in"), st.one_of(FAULTS, UNREADABLE)),
     st.tuples(st.just("others"), st.sampled_from([0, ONE_BYTES // 2, 2 * ONE_BYTES])),
     st.tuples(st.just("repair"), st.none()),
-    st.tuples(st.just("damage"), st.tuples(st.integers(0, 20), st.sampled_from(DAMAGES))),
+    st.tuples(st.just("damage"), DAMAGE),
+    st.tuples(st.just("damage all"), st.sampled_from(DAMAGES)),
     st.tuples(st.just("prune"), st.none()),
     st.tuples(st.just("wipe"), st.none()),
     st.tuples(st.just("jump"), st.sampled_from([-1e6, -100.0, 1e6])),
@@ -518,20 +531,28 @@ EVENTS = st.one_of(
 )
 
 
+@pytest.mark.parametrize("has_memory", [False, True])
 @given(
     keep=KEEPS,
-    has_memory=st.booleans(),
+    saves=st.lists(SAVES, max_size=3),
     events=st.lists(EVENTS, max_size=14),
     restarts=st.booleans(),
 )
 def test_no_history_loses_what_was_reported_as_saved(
-    keep: Keep, has_memory: bool, events: list[tuple[str, Any]], restarts: bool
+    has_memory: bool,
+    keep: Keep,
+    saves: list[tuple[int, int, int]],
+    events: list[tuple[str, Any]],
+    restarts: bool,
 ) -> None:
     job = Job(keep, has_memory)
-    for kind, value in events:
-        _apply(job, kind, value)
-        job.check_nothing_is_lost()
-    job.check_after_the_last_fault(restarts=restarts)
+    try:
+        for kind, value in [("save", save) for save in saves] + events:
+            _apply(job, kind, value)
+            job.check_nothing_is_lost()
+        job.check_after_the_last_fault(restarts=restarts)
+    finally:
+        job.end_process()
 
 
 def _apply(job: Job, kind: str, value: Any) -> None:
@@ -551,8 +572,17 @@ def _apply(job: Job, kind: str, value: Any) -> None:
         job.begin_fault(fault, only_at=only_at)
     elif kind == "others":
         job.others_bytes = value
+    elif kind == "restart in":
+        fault, only_at = value
+        job.begin_fault(fault, only_at=only_at)
+        job.restart()
+        job.repair()
     elif kind == "damage":
         job.damage(*value)
+    elif kind == "damage all":
+        for index in range(len(job.disk.committed())):
+            job.damage(index, value)
+        job.restart()
     elif kind == "jump":
         job.jump(value)
     elif kind == "memory":
@@ -563,11 +593,19 @@ def _apply(job: Job, kind: str, value: Any) -> None:
         {"repair": job.repair, "prune": job.prune, "wipe": job.wipe, "restart": job.restart}[kind]()
 
 
-@pytest.mark.parametrize("duration_s", [0, PASSING_S, FOREVER_S])
 @pytest.mark.parametrize(
-    ("keep", "has_memory"), [(LATEST_2, True), (BEST, False), (MILESTONES, True), (TIMES, True)]
+    ("keep", "has_memory", "duration_s"),
+    [
+        pytest.param(LATEST_2, True, FOREVER_S, id="latest-forever"),
+        pytest.param(LATEST_2, False, 0, id="latest-once"),
+        pytest.param(BEST, False, FOREVER_S, id="best-forever"),
+        pytest.param(MILESTONES, True, PASSING_S, id="milestones-second"),
+        pytest.param(TIMES, True, FOREVER_S, id="times-forever"),
+        pytest.param(ALL, True, 0, id="all-once"),
+        pytest.param(ALL, False, PASSING_S, id="all-second"),
+    ],
 )
-def test_a_fault_of_any_call_loses_nothing(duration_s: float, keep: Keep, has_memory: bool) -> None:
+def test_a_fault_of_any_call_loses_nothing(keep: Keep, has_memory: bool, duration_s: float) -> None:
     """Each call of a save and a restart in turn fails, and each one of its kind: once, for a
     second, or until repaired. Before, one of the checkpoints may be damaged."""
     undisturbed = _saved_and_restarted(keep, has_memory, None)
@@ -583,6 +621,7 @@ def test_a_fault_of_any_call_loses_nothing(duration_s: float, keep: Keep, has_me
             job = _saved_and_restarted(keep, has_memory, fault, damage, at)
             job.check_nothing_is_lost()
             job.check_after_the_last_fault(restarts=at % 2 == 0)
+            job.end_process()
 
 
 def _saved_and_restarted(

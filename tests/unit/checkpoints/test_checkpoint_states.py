@@ -6,6 +6,7 @@ import functools
 import itertools
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,7 @@ def test_two_saved_tensors_are_not_loaded_into_one(base: str | None, world_size:
         (lambda: torch.zeros(4).as_strided((2, 3), (1, 1)), "share memory"),
         (lambda: _with_storage_of(torch.zeros(3), 0), "without memory"),
         (lambda: _with_storage_of(torch.zeros(3), 8), "without memory"),
+        (lambda: _mapped_for_reading(3), "mapped for reading only"),
     ],
 )
 def test_a_tensor_that_cannot_be_loaded_into_is_refused_before_any_is_changed(
@@ -250,6 +252,16 @@ def test_a_tensor_that_cannot_be_loaded_into_is_refused_before_any_is_changed(
         loaded = checkpoints.load(root, name, into=live, strict=False)
         assert [why in line for line in loaded.unmatched] == [True]
         assert same(live["z"], torch.ones(3))
+
+
+def _mapped_for_reading(count: int) -> torch.Tensor:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(4 * count))
+        file.flush()
+        mapped = numpy.memmap(file.name, dtype="f4", mode="r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it is not writable
+        return torch.from_numpy(mapped)
 
 
 def test_keys_with_the_same_text_are_refused_for_tensors_and_exact_for_values() -> None:

@@ -61,6 +61,42 @@ def names(storage: Any) -> list[str]:
 # -- reads --------------------------------------------------------------------------------------
 
 
+def test_a_file_whose_close_fails_has_been_read() -> None:
+    disk = failing(saved_disk(), lambda label: label.startswith("close "))
+    found = checkpoints.latest(disk)
+    assert found.skipped == () and found.checkpoint is not None
+    assert found.checkpoint.name == NEWEST
+
+
+def test_a_listing_without_the_newest_checkpoint_misleads_no_save(tmp_path: Path) -> None:
+    """Some file systems list a new name after a delay."""
+    late = ""
+
+    class Late(LocalStorage):
+        def list(self, path: str) -> list[str]:
+            return [name for name in super().list(path) if name != late]
+
+    for step in (1, 2, 3):
+        late = f"step-{step:09d}.g0.aa"
+        saved = save_all(Late(tmp_path), small_state(step), step=step, keep=LatestN(2))
+        assert saved == late and (tmp_path / "LATEST").read_text().strip() == late
+    assert names(tmp_path) == [f"step-{step:09d}.g0.aa" for step in (3, 2)]
+
+
+def test_the_attempt_of_a_newer_version_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = MemoryStorage()
+    checkpoints.save(disk, small_state(1), step=1, nonce="aa", generation=1, fence=lambda: False)
+
+    def parse(data: bytes, file: str) -> Any:
+        raise checkpoints.UnsupportedFormat(f"{file}: a newer format")
+
+    monkeypatch.setattr("checkpoints.commit.parse_part", parse)
+    collected = checkpoints.collect_garbage(disk, generation=2, nonce="n2")
+    assert collected.removed == () and "newer format" in collected.failed[0].reason
+    monkeypatch.undo()
+    assert len(checkpoints.collect_garbage(disk, generation=2, nonce="n2").committed) == 1
+
+
 @pytest.mark.parametrize("call", ["list ", "open ", "read ", "fstat "])
 def test_a_read_that_fails_for_a_moment_is_repeated(call: str) -> None:
     disk = failing(saved_disk(), lambda label: label.startswith(call), times=3)
@@ -417,6 +453,29 @@ def test_a_full_disk_is_freed_of_what_the_policy_no_longer_keeps(tmp_path: Path)
     assert len(names(disk)) == 4, "a stale world removes nothing"
     assert checkpoints.save(disk, state, step=6, nonce="aa", keep=LatestN(2)).committed
     assert [info.step for info in checkpoints.list_checkpoints(disk)] == [6, 4]
+
+
+def test_a_full_disk_is_not_freed_of_the_only_checkpoint_that_is_still_intact() -> None:
+    disk = MemoryStorage()
+    is_full = [False]
+
+    def before(label: str) -> None:
+        if is_full[0] and label.startswith("write "):
+            raise OSError(errno.ENOSPC, "full", label)
+
+    group = checkpoints.WriterGroup(nonce="aa")
+    with checkpoints.Engine(FaultyStorage(disk, before=before), keep=None) as engine:
+        for step in (1, 2):
+            engine.save_async(small_state(step), step=step, world=group).wait()
+    with checkpoints.Engine(FaultyStorage(disk, before=before), keep=LatestN(2)) as engine:
+        engine.save_async(small_state(3), step=3, world=group).wait()  # it knows 2 and 3
+        for name in names(disk)[:2]:
+            del disk.contents(f"{name}/00000-of-00001.safetensors")[-1]
+        save_all(disk, small_state(1), step=1)
+        is_full[0] = True
+        outcome = engine.save_async(small_state(4), step=4, world=group).wait()
+    assert outcome is not None and outcome.status is checkpoints.SaveStatus.FAILED
+    assert [info.step for info in checkpoints.list_checkpoints(disk)] == [1]
 
 
 def test_a_full_disk_is_freed_of_attempts_of_earlier_worlds(tmp_path: Path) -> None:
