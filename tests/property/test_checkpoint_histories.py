@@ -37,6 +37,7 @@ from elastic.train.folder import CheckpointFolder
 ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.ETIMEDOUT)
 WRITES = ("make_folder", "create", "write", "sync", "close", "rename", "remove")
 PASSING_S = 1.0
+LONGER_S = 4.0  # than reads are repeated
 FOREVER_S = 1e9
 WEIGHTS = 2048
 ONE_BYTES = 4 * WEIGHTS + 4000  # of a checkpoint whose parts were not removed, and many worlds
@@ -330,7 +331,7 @@ class Job:
         reported: list[str] = []
         folder = Folder(self.storage, lambda name, _: reported.append(name), memory=self.has_memory)
         folder.nodes = self.memory
-        world: Any = SimpleNamespace(generation=self.generation + 1, nonce="x")
+        world: Any = SimpleNamespace(generation=1, nonce="x")  # as a launcher without etcd
         best = self.best()
         fault, damaged_only = self.fault, not self.disk.committed() - self.damaged
         lineage: checkpoints.Lineage = ()
@@ -347,8 +348,10 @@ class Job:
             is_missing = isinstance(error, CheckpointRequired)
             assert damaged_only or not (is_missing or self._can_start_in(fault)), error
             return
+        present = self.disk.committed()
+        assert source.generation > max((_parsed(n).generation for n in present), default=0)
         if source.name is None:  # a start from step 0
-            assert self.disk.committed() == set()
+            assert present == set()
             assert LATEST not in self.disk.list("")
         elif best is not None and _age(source.name) < _age(best):
             assert best in reported
@@ -496,8 +499,18 @@ FAULTS = st.tuples(
         Fault,
         st.sampled_from(ERRORS),
         st.one_of(st.integers(0, 7), st.integers(0, 60)),
-        st.sampled_from([FOREVER_S, PASSING_S, 0]),
+        st.sampled_from([FOREVER_S, LONGER_S, PASSING_S, 0]),
         st.sampled_from(KINDS),
+    ),
+    st.none(),
+)
+UNLISTED = st.tuples(
+    st.builds(
+        Fault,
+        st.just(errno.ESTALE),
+        st.integers(0, 5),
+        st.sampled_from([FOREVER_S, LONGER_S]),
+        st.just("list"),
     ),
     st.none(),
 )
@@ -518,7 +531,9 @@ EVENTS = st.one_of(
     st.tuples(st.just("kill"), st.integers(0, 60)),
     st.tuples(st.just("kill engine"), st.integers(0, 60)),
     st.tuples(st.just("fault"), st.one_of(FAULTS, UNREADABLE)),
-    st.tuples(st.just("restart in"), st.one_of(FAULTS, UNREADABLE)),
+    st.tuples(st.just("restart in"), FAULTS),
+    st.tuples(st.just("restart in"), UNREADABLE),
+    st.tuples(st.just("restart in"), UNLISTED),
     st.tuples(st.just("others"), st.sampled_from([0, ONE_BYTES // 2, 2 * ONE_BYTES])),
     st.tuples(st.just("repair"), st.none()),
     st.tuples(st.just("damage"), DAMAGE),
