@@ -13,6 +13,7 @@ import contextlib
 import errno
 import functools
 import operator
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -306,6 +307,10 @@ class Job:
         handle = self.engine.save_async(state, step=self.step, world=world)
         try:
             self.engine.wait()
+            is_idle = threading.Event()  # an abandoned save may still be removing its files
+            self.engine.submit(is_idle.set)
+            while not is_idle.wait(0.01):
+                self.engine.outcomes()  # raises if the thread has died
         except WriterThreadDied as death:
             assert isinstance(death.__cause__, SimulatedCrash)
             raise death.__cause__ from death
