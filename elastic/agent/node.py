@@ -228,6 +228,8 @@ class NodeStatus:
         # Pids of workers that were ready, or take the place of dead ones, and of whose death, if
         # any, nothing is decided yet.
         self.undecided: set[int] = set()
+        self.in_training: set[int] = set()  # pids of workers whose training has not ended
+        self.ended_in_training: set[int] = set()  # of them, those that have ended with exit code 0
         # Of them, those that were started in the place of dead ones and have not connected yet.
         self.unconnected: set[int] = set()
         self.workers_joined = False  # one of them has called elastic.join()
@@ -279,6 +281,15 @@ class NodeStatus:
             bool(self.to_replace) and pid in self.undecided | self.unconnected
         )
         return None if is_undecided and self.can_replace and not self.stopping else False
+
+    def has_failed_with_0(self, pid: int) -> bool | None:
+        """Whether this worker, which has ended with exit code 0, has left others that train.
+
+        None: the node's thread does not know of its end yet.
+        """
+        if pid in self.ended_in_training:
+            return True
+        return None if pid in self.in_training and not self.stopping else False
 
     def set_stop(self, stop: Stop | None) -> None:
         """The job is to stop, or to go on."""

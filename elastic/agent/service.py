@@ -1240,6 +1240,13 @@ class NodeService:
         """
         return self.status.is_to_be_replaced(pid)
 
+    def has_failed_with_0(self, pid: int) -> bool | None:
+        """Whether this worker, which has ended with exit code 0, has left others that train.
+
+        None: the node's thread does not know of its end yet.
+        """
+        return self.status.has_failed_with_0(pid)
+
     def replacement_started(self, pid: int) -> None:
         """A process was started in the place of a dead worker."""
         self.status.unconnected.add(pid)

@@ -42,6 +42,7 @@ from elastic.link.link import (
     FolderAnswer,
     FolderAsk,
     Heartbeat,
+    InTraining,
     Leave,
     Left,
     LinkServer,
@@ -631,6 +632,7 @@ def _ids_of(replicas: tuple[NodeReplica, ...], own_slot: ReplicaSlot) -> tuple[s
 # death.
 
 HUNG_EXIT_CODE = 1
+EXITED_IN_TRAINING_CODE = 1  # for a worker that has ended with 0
 _KILLED_DATA_WORKER = re.compile(r"DataLoader worker .*killed by signal: Killed")
 
 
@@ -716,7 +718,10 @@ class WorkerDeaths:
             return
         notice = death.exit_notice
         is_unknown = death.exit_code is None and death.signal is None
-        if death.exit_code == 0 or (is_unknown and notice is not None and notice.clean):
+        left_others = self._left_others(worker, death)
+        if left_others:
+            status.ended_in_training.add(worker.pid)
+        elif death.exit_code == 0 or (is_unknown and notice is not None and notice.clean):
             return
         kill_group(worker.pid)
         is_failure = status.node.state in (NodeState.READY, NodeState.STARTING) and (
@@ -733,6 +738,8 @@ class WorkerDeaths:
         text = hung or (
             notice.error if notice is not None and notice.error else describe_death(worker, death)
         )
+        if left_others:
+            text = f"{text} during training, without an exception"
         if is_oom_kill:
             text = f"{text}: {OOM_KILL}"
         status.failure_step = notice.step if notice is not None else None
@@ -741,8 +748,24 @@ class WorkerDeaths:
         if is_failure:
             # A worker that this agent ended was not killed from outside: it failed by itself.
             exit_code = exit_code_of(death) if hung is None else HUNG_EXIT_CODE
+            exit_code = exit_code or EXITED_IN_TRAINING_CODE
             failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_log.lines)
             self._publish_failure(worker, siblings, failure)
+
+    def _left_others(self, worker: Worker, death: WorkerDeath) -> bool:
+        """Whether a process has ended with exit code 0 while other ranks train with it.
+
+        By ``os._exit(0)`` in the middle of training, for example: torchrun would count its node as
+        finished, and the others would wait for it.
+        """
+        world = self._announced.current or self._context.status.running
+        is_alone = world is None or world.size == 1
+        return (
+            death.exit_code == 0
+            and death.exit_notice is None
+            and worker.pid in self._context.status.in_training
+            and not is_alone
+        )
 
     def on_unkillable(self, pid: int, reason: str) -> None:
         """A killed worker is blocked in the kernel."""
@@ -964,6 +987,9 @@ class Workers:
                     self._context.store, self._context.keys, folder
                 )
                 self.server.send(FolderAnswer(folder=agreed), worker)
+            case InTraining(value=value):
+                training = self._context.status.in_training
+                (training.add if value else training.discard)(worker.pid)
             case Exiting():
                 self.deaths.on_exit_notice(worker, message)
             case _:
@@ -1083,6 +1109,7 @@ class Workers:
         self._metrics.on_worker_ended(worker.pid)
         self.deaths.on_ended(worker, death)
         self._context.status.undecided.discard(worker.pid)
+        self._context.status.in_training.discard(worker.pid)
 
     def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
         """Handle the end of a replacement that had not connected when torchrun polled it."""
@@ -1102,6 +1129,8 @@ class Workers:
         self._context.status.to_replace.clear()
         self._context.status.undecided.clear()
         self._context.status.unconnected.clear()
+        self._context.status.in_training.clear()
+        self._context.status.ended_in_training.clear()
 
     def permit(self, until_s: float) -> None:
         """Permit the workers to train until ``until_s`` of this machine's boot time."""

@@ -46,6 +46,7 @@ from elastic.agent.node import INSTANCE, MEMORY, JobFolder, JobSucceeded, NodeCo
 from elastic.agent.reaper import MARK, OrphanReaper, end_strays, kill_marked
 from elastic.agent.service import NodeService
 from elastic.agent.tuning import WorkerTuning
+from elastic.agent.workers import EXITED_IN_TRAINING_CODE
 from elastic.errors import (
     SYSTEM_CLOCK,
     BudgetSpent,
@@ -285,6 +286,8 @@ class ReplacingNode(Protocol):
 
     def is_to_be_replaced(self, pid: int) -> bool | None: ...
 
+    def has_failed_with_0(self, pid: int) -> bool | None: ...
+
     def replacement_started(self, pid: int) -> None: ...
 
     def replacement_ended(self, pid: int, local_rank: int, exit_code: int) -> None: ...
@@ -318,7 +321,15 @@ class Replacement:
         self._is_counted = self._is_counted and self._node.is_replacing
         for worker in supervision.workers:
             if not isinstance(worker.process, ReplaceableProcess):
-                worker.supervise(ReplaceableProcess(worker, self._decide, self._start, self._clock))
+                worker.supervise(
+                    ReplaceableProcess(
+                        worker,
+                        self._decide,
+                        self._start,
+                        self._clock,
+                        has_failed_with_0=self._node.has_failed_with_0,
+                    )
+                )
         self._node.allow_replacement(supervision.restarts_left > 0)
 
     def _decide(self, pid: int, local_rank: int, exit_code: int, waited_s: float) -> bool | None:
@@ -384,14 +395,18 @@ class ReplaceableProcess:
         decide: Callable[[int, int, int, float], bool | None],
         start: Callable[[SupervisedWorker], subprocess.Popen[bytes]],
         clock: Clock,
+        *,
+        has_failed_with_0: Callable[[int], bool | None] = lambda pid: False,
     ) -> None:
         self._worker = worker
         self._process = worker.process
+        self._has_failed_with_0 = has_failed_with_0
         self._decide = decide
         self._start = start
         self._clock = clock
         self._seen_dead_s: float | None = None
         self._has_failed = False  # torch has detected it
+        self._code: int | None = None  # that torch has received
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)
@@ -399,14 +414,26 @@ class ReplaceableProcess:
     def poll(self) -> int | None:
         """The exit code; None while the process runs, is replaced or may be replaced."""
         code = self._peek()
-        is_failure = code not in (None, 0) and not self._has_failed
+        is_unknown = code is not None and not self._has_failed
         # (Otherwise all are being ended.)
-        if is_failure and torch_agent.is_looking_for_failures(sys._getframe(1)):
+        if is_unknown and torch_agent.is_looking_for_failures(sys._getframe(1)):
             assert code is not None
-            if self._is_replaced(code):
+            code = self._code_for_torch(code)
+            if code is None or (code and self._is_replaced(code)):
                 return None
-            self._has_failed = True
-        return self._process.poll()
+            self._process.poll()
+            self._has_failed, self._code = code != 0, code
+        return self._process.poll() if self._code is None else self._code
+
+    def _code_for_torch(self, code: int) -> int | None:
+        """The exit code; None while it is not known whether a process that has ended with 0 has
+        left others that train."""
+        if code:
+            return code
+        has_failed = self._has_failed_with_0(self._process.pid)
+        if has_failed is None and self._waited_s() < REPLACEMENT_DECIDED_S:
+            return None
+        return EXITED_IN_TRAINING_CODE if has_failed else 0
 
     def _peek(self) -> int | None:
         """The exit code of the process, which is not reaped.
@@ -426,16 +453,21 @@ class ReplaceableProcess:
 
     def _is_replaced(self, exit_code: int) -> bool:
         """Whether the process is replaced, or that is not decided yet."""
-        now_s = self._clock.monotonic()
-        if self._seen_dead_s is None:
-            self._seen_dead_s = now_s
-        local_rank, waited_s = self._worker.local_rank, now_s - self._seen_dead_s
-        decision = self._decide(self._process.pid, local_rank, exit_code, waited_s)
+        decision = self._decide(
+            self._process.pid, self._worker.local_rank, exit_code, self._waited_s()
+        )
         if decision:
             self._process.poll()
             self._process = self._start(self._worker)
             self._seen_dead_s = None
         return decision is not False
+
+    def _waited_s(self) -> float:
+        """The time since the end of the process was first seen."""
+        now_s = self._clock.monotonic()
+        if self._seen_dead_s is None:
+            self._seen_dead_s = now_s
+        return now_s - self._seen_dead_s
 
 
 # ----------------------------------------------------------------------------

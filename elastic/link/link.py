@@ -204,7 +204,7 @@ def exit_status(pidfd: int) -> tuple[int | None, int | None]:
 # Nothing received is executed. A frame that is not exactly one of these messages raises
 # :class:`LinkError`, and its connection is closed.
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text, up to 12 bytes each in JSON
 IN_STEP = "step"  # the phase of a heartbeat while the worker is within a step
@@ -293,6 +293,16 @@ class Exiting:
     error: str  # of a clean end: an exception of the training function that the script has handled
     step: int | None = None  # steps committed
     exit_code: int = 1  # that the process will have, if it is not clean
+
+
+@dataclass(frozen=True, kw_only=True)
+class InTraining:
+    """Worker: its training function or loop has begun, or has ended.
+
+    A process that ends in between has failed, whatever its exit code: others train with it.
+    """
+
+    value: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,6 +465,7 @@ Message = (
     | CollectiveFailure
     | Left
     | Exiting
+    | InTraining
     | SigtermAsk
     | FolderAsk
     | ProgressPage
@@ -489,6 +500,7 @@ FROM_WORKER = (
     CollectiveFailure,
     Left,
     Exiting,
+    InTraining,
     SigtermAsk,
     FolderAsk,
     ProgressPage,

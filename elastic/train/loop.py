@@ -472,6 +472,7 @@ class StepLoop:
 
     def begin_pass(self, loader: ElasticLoader) -> None:
         """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
+        self._session.in_training(True)
         self.end_left_loop(ends_pass=not self.scope.owns_epochs)
         is_rest = loader.rest_is_reached and self._has_no_batch_left(loader)
         self._progress.begin_pass(self._job.name_of(loader), is_known=is_rest)
@@ -499,6 +500,12 @@ class StepLoop:
             )
         loader.begin_pass()
         self._job.progress.epoch = loader.position.epoch
+
+    def loop_ended(self) -> None:
+        """A loop has ended, whether or not it was left early: outside of run.retry and run.epochs,
+        the script may end."""
+        if not self.scope.in_retry and not self.scope.owns_epochs:
+            self._session.in_training(False)
 
     def approach(self, loader: ElasticLoader) -> None:
         """The script has created an iterator over ``loader``, or read the index from which it
@@ -951,6 +958,7 @@ def epochs(loop: StepLoop, count: int) -> Iterator[int]:
         raise
     finally:
         loop.scope.owns_epochs, loop.scope.epochs = False, None
+        loop.loop_ended()
     loop.finish()
 
 
@@ -1012,9 +1020,11 @@ def steps(
                 break
         phases.enter(SCRIPT)
         loop.leave_step()
+        loop.loop_ended()
     except GeneratorExit:
         phases.enter(SCRIPT)
         loop.leave(world, loader, number, is_first=begun <= 1)
+        loop.loop_ended()
         raise
 
 

@@ -172,6 +172,7 @@ class Attempts:
     def begin(self, *, is_again: bool = False) -> None:
         """Called before the training function."""
         self.failure.begin_training()
+        self._session.in_training(True)
         self._bootstrap.has_entered = False
         self._session.callbacks.begin_attempt(is_again=is_again)
         self._session.listeners.begin_attempt(is_again=is_again)
@@ -232,6 +233,7 @@ class Attempts:
         self._progress.call_ended(
             takes_boundary=is_restored and self._session.strategy.can_roll_back
         )
+        self._session.in_training(False)
 
     def begin_own_step(self) -> Step:
         """Begin a step of the script's own loop, in which each rank has the same share."""

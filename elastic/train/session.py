@@ -193,6 +193,11 @@ class Session:
         """The watch on registered optimizers."""
         return self.registry.optimizer_watch
 
+    def in_training(self, is_in_training: bool) -> None:
+        """The script's training begins, or has ended: the agent judges this process's end by it."""
+        if self.worlds is not None:
+            self.worlds.in_training(is_in_training)
+
     def position(self) -> dict[str, int | None]:
         """This rank's position, for the lines of its journal."""
         step = self.job.progress.step

@@ -36,6 +36,7 @@ from elastic.link.link import (
     FolderAnswer,
     FolderAsk,
     Heartbeat,
+    InTraining,
     Leave,
     Left,
     LinkClient,
@@ -232,6 +233,7 @@ class Worlds:
         self._forming_at: int | None = None  # the switch step of the world that is being formed
         self._sent_ready = False
         self._has_reported_end = False  # of this process
+        self._is_in_training = False  # as reported
         self.has_left = False  # this worker only waits to be ended
         self.is_job_left = False  # the next world has no members: all nodes leave
         self.on_job_left: Callable[[], object] = lambda: None  # called once, by the link's thread
@@ -473,6 +475,13 @@ class Worlds:
                 unreachable=unreachable_peers(error),
             )
         )
+
+    def in_training(self, is_in_training: bool) -> None:
+        """Report that the script's training has begun, or has ended: from then on, or until then,
+        this process may end with exit code 0 while others train."""
+        if is_in_training != self._is_in_training:
+            self._is_in_training = is_in_training
+            self.send(InTraining(value=is_in_training))
 
     def left(self, step: int) -> None:
         """Report that this rank has left at a step boundary, as requested."""

@@ -23,6 +23,7 @@ from elastic.link.link import (
     Entered,
     Exiting,
     Heartbeat,
+    InTraining,
     LinkServer,
     Message,
     Ready,
@@ -321,6 +322,42 @@ def test_an_exception_that_the_script_handles_fails_only_with_its_exit_code() ->
     workers.on_message(worker, notice)
     workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, notice))
     assert context.status.node.failure == "ValueError: pruned"
+
+
+def test_a_worker_that_exits_with_0_during_training_has_failed() -> None:
+    """By os._exit(0): torchrun would count its node as finished, and the others wait for it."""
+    context, workers, worker = ready()
+    group = world("n1", "n2", generation=3, mode="in-process")
+    context.status.node = replace(context.status.node, running=group)
+    workers.on_message(worker, InTraining(value=True))
+    assert context.status.has_failed_with_0(worker.pid) is None, "the link has not reported it"
+    workers.on_ended(worker, WorkerDeath(worker.pid, 0, None, None))
+    failed = context.status.node
+    assert failed.state is NodeState.ARRIVED and failed.running is None
+    assert failed.failure is not None and "exit code 0 during training" in failed.failure
+    assert failed.failure_exit_code == 1
+    assert context.status.has_failed_with_0(worker.pid) is True
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_in_training", "notice"),
+    [
+        (("n1", "n2"), False, None),  # os._exit(0) after training, as some libraries need it
+        (("n1", "n2"), True, Exiting(clean=True, error="")),
+        (("n1",), True, None),  # no other rank waits for it
+    ],
+)
+def test_a_worker_that_exits_with_0_otherwise_has_finished(
+    nodes: tuple[str, ...], is_in_training: bool, notice: Exiting | None
+) -> None:
+    context, workers, worker = ready()
+    group = world(*nodes, generation=3, mode="in-process")
+    context.status.node = replace(context.status.node, running=group)
+    workers.on_message(worker, InTraining(value=True))
+    workers.on_message(worker, InTraining(value=is_in_training))
+    workers.on_ended(worker, WorkerDeath(worker.pid, 0, None, notice))
+    assert context.status.node.failure is None
+    assert context.status.has_failed_with_0(worker.pid) is False
 
 
 def test_a_worker_announces_its_failure_once() -> None:

@@ -35,6 +35,7 @@ class Node:
     """The decisions of the node's thread."""
 
     decision: bool | None = None
+    has_left_others: bool | None = False
     is_allowed: bool = False
     is_replacing: bool = False
     started: list[int] = field(default_factory=list)
@@ -45,6 +46,9 @@ class Node:
 
     def is_to_be_replaced(self, pid: int) -> bool | None:
         return self.decision
+
+    def has_failed_with_0(self, pid: int) -> bool | None:
+        return self.has_left_others
 
     def replacement_started(self, pid: int) -> None:
         self.started.append(pid)
@@ -64,10 +68,10 @@ class Events:
 class Agent:
     """The parts of torch's agent that are used, with one worker that has exited with code 1."""
 
-    def __init__(self, folder: Path, restarts: int = 3) -> None:
+    def __init__(self, folder: Path, restarts: int = 3, exit_code: int = 1) -> None:
         self.error_file = folder / "error.json"
         self.error_file.write_text("the dead one's")
-        command = [sys.executable, "-c", "raise SystemExit(1)"]
+        command = [sys.executable, "-c", f"raise SystemExit({exit_code})"]
         process = subprocess.Popen(command, start_new_session=True)
         process.wait()
         self.handler: Any = SimpleNamespace(proc=process)
@@ -130,6 +134,32 @@ def test_torch_sees_the_failure_of_a_worker_that_is_not_replaced(agent: Agent) -
     node.decision = True
     assert agent.look() == agent.look() == 1
     assert agent._remaining_restarts == 3
+
+
+def test_torch_sees_a_failure_of_a_worker_that_has_left_the_others_with_exit_code_0(
+    tmp_path: Path,
+) -> None:
+    agent, node = Agent(tmp_path, exit_code=0), Node(decision=False, has_left_others=None)
+    Replacement(node, Events(), nullcontext).look(agent.supervision)
+    assert agent.look() is None, "the node's thread does not know of its end yet"
+    node.has_left_others = True
+    assert agent.look() == agent.look() == 1
+    assert agent.close() == 1
+
+
+def test_torch_sees_the_success_of_a_worker_whose_training_has_ended(tmp_path: Path) -> None:
+    agent, node = Agent(tmp_path, exit_code=0), Node()
+    Replacement(node, Events(), nullcontext).look(agent.supervision)
+    assert agent.look() == agent.look() == agent.close() == 0
+
+
+def test_a_worker_that_has_left_the_others_with_exit_code_0_is_replaced(tmp_path: Path) -> None:
+    agent, node = Agent(tmp_path, exit_code=0), Node(decision=True, has_left_others=True)
+    Replacement(node, Events(), nullcontext).look(agent.supervision)
+    dead = agent.handler.proc.pid
+    assert agent.look() is None
+    assert agent.handler.proc.pid == node.started[0] != dead
+    agent.handler.proc.wait()
 
 
 def test_simultaneous_deaths_count_as_one_restart(agent: Agent) -> None:
