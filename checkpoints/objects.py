@@ -38,6 +38,7 @@ from checkpoints.storage import (
     WritableFile,
     is_unsupported,
     sync_folder,
+    write_durably,
 )
 
 # ----------------------------------------------------------------------------
@@ -842,6 +843,22 @@ class FolderStorage(LocalStorage):
     def remove_folder(self, path: str) -> None:
         self._to_read().remove_folder(path)
 
+    def try_a_save(self) -> None:
+        """Perform the operations of a save on a folder that is removed again. Raises OSError if the
+        file system refuses one of them."""
+        storage = self._to_write()
+        if storage is self._putting:
+            return  # a file that is created and removed has shown all that a save needs
+        before, after = _probe_folders()
+        try:
+            storage.make_folder(before)
+            write_durably(storage, f"{before}/file", b"x")
+            sync_folder(storage, before)
+            storage.rename(before, after)
+            sync_folder(storage, "")
+        finally:
+            self._remove_probes(before, after)
+
     def _to_read(self) -> Storage:
         if self._chosen is None and self._is_marked():
             self._chosen = self._putting
@@ -865,7 +882,7 @@ class FolderStorage(LocalStorage):
     def _can_rename(self) -> bool | None:
         """Whether the file system renames folders. If not, marks the root. None: not known, and the
         caller's write will fail for the same reason."""
-        before, after = (f"{REMOVED_PREFIX}probe-{secrets.token_hex(4)}" for _ in range(2))
+        before, after = _probe_folders()
         is_refused = is_unsupported
         try:
             self._renaming.make_folder(before)
@@ -879,10 +896,19 @@ class FolderStorage(LocalStorage):
                 self._renaming.create(_MARK).close()
             return False
         finally:
-            for folder in (before, after):
-                with contextlib.suppress(OSError):  # garbage collection removes it
-                    self._renaming.remove_folder(folder)
+            self._remove_probes(before, after)
         return True
+
+    def _remove_probes(self, *folders: str) -> None:
+        for folder in folders:
+            with contextlib.suppress(OSError):  # garbage collection removes it
+                self._renaming.remove_folder(folder)
+
+
+def _probe_folders() -> tuple[str, str]:
+    """The names of a folder before and after it is renamed."""
+    before, after = (f"{REMOVED_PREFIX}probe-{secrets.token_hex(4)}" for _ in range(2))
+    return before, after
 
 
 # ----------------------------------------------------------------------------

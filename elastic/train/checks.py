@@ -699,7 +699,7 @@ def _overwrites(frame: FrameType) -> bool:
 # After a death, the function of run.retry is called again, or a restarted script resumes from its
 # checkpoint. It counts from 0, but the loader resumes: the job trains too long. It is certain from
 # the source if nothing in the loop's body can leave it early or skip an epoch, and if it makes
-# more than one pass. Other counts are only warned of.
+# more than one pass. Other passes are refused when the second one begins.
 #
 # The same applies to ``if i == 9: break`` with the count of ``enumerate(loader)``.
 
@@ -754,6 +754,57 @@ def refuse_range(
             raise _refusal_counted_epochs(
                 loop, ast.unparse(count), is_over_loader=is_over_loader, is_in_retry=is_in_retry
             )
+
+
+_POSITION = "position"  # of a loader: its epoch
+
+
+def refuse_uncounted_passes(*, is_in_retry: bool) -> None:
+    """Raise TrainingError for a second pass over a loader that nothing in the job's state counts:
+    of two calls of a function, of ``map(train, range(3))``, of a loop that may be left. The script
+    would begin with its first pass again, and the loader resumes in a later one.
+
+    Not in a ``while``, which need not count, nor where the script reads the loader's position or
+    begins a range at a number that it has computed, nor in loops of libraries. ``is_in_retry``: as
+    for :func:`refuse_range`.
+    """
+    is_innermost = True
+    for frame in frames_of_script(sys._getframe(1)):
+        if frame is None:  # the call of run.retry
+            break
+        if LIBRARIES in frame.f_code.co_filename:
+            if is_innermost:
+                return
+            continue
+        is_innermost = False
+        tree, line = tree_of(frame), frame.f_lineno
+        attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
+        loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))]
+        around = [n for n in loops if n.lineno > attempt and _is_in_body(line, n)]
+        if _POSITION in frame.f_code.co_names or not all(_begins_again(n, tree) for n in around):
+            return
+        if attempt:
+            break
+    else:
+        if is_in_retry:
+            return  # not called again
+    again = (
+        "in the next world run.retry calls its function again, which"
+        if is_in_retry
+        else "a restarted job resumes from its last checkpoint, but the script"
+    )
+    raise TrainingError(
+        "this is the second pass over the loader without run.epochs, and nothing counts passes in "
+        f"run.state: {again} would begin with its first pass and train too long",
+        hint='for epoch in run.epochs(n):, or while run.state.setdefault("epoch", 0) < n: with '
+        'run.state["epoch"] += 1 after each pass',
+    )
+
+
+def _begins_again(loop: ast.For | ast.While, tree: ast.AST) -> bool:
+    if isinstance(loop, ast.While):
+        return _as_range(loop, tree) is not None
+    return _range_of(loop.iter) is None or _begins_alike(loop, tree, has_own_state=False)
 
 
 def refuse_break(*, is_enumerated: bool = True, is_in_retry: bool = True) -> None:

@@ -26,7 +26,7 @@ from checkpoints import (
 )
 from checkpoints.commit import read_manifest
 from checkpoints.names import LATEST, parse_attempt, parse_committed
-from checkpoints.objects import storage_for
+from checkpoints.objects import FolderStorage, storage_for
 from checkpoints.storage import (
     LocalStorage,
     PatientStorage,
@@ -428,6 +428,8 @@ class CheckpointFolder:
         self.storage.make_folder("")
         self.storage.create(name).close()
         self.storage.remove(name)
+        if isinstance(self.storage, FolderStorage):
+            self.storage.try_a_save()
 
     def resolve(self, world: World, *, required: bool) -> RestoreSource:
         """Commit or remove the leftovers of a dead world, and choose the checkpoint to resume from.

@@ -24,6 +24,7 @@ from elastic.train.checks import (
     refuse_range,
     refuse_states_of_shards,
     refuse_subclasses,
+    refuse_uncounted_passes,
 )
 from elastic.train.ddp import Wrapped
 from elastic.train.early_leave import EarlyLeave
@@ -492,12 +493,10 @@ class StepLoop:
             )
         if self.scope.passes == 1 and self.resumes and not self._job.user:
             self._warn_of_counts()
-        if self.scope.passes == 2 and self.resumes and not self._job.user:
-            get_logger().warning(
-                "this is the second pass over the loader without run.epochs: after a fault, the "
-                "loop resumes, but `for epoch in range(n)` begins at 0, and the job trains too "
-                "long. Use `for epoch in run.epochs(n)`, or keep the count in run.state"
-            )
+        is_again = id(loader) in self.scope.begun
+        self.scope.begun.add(id(loader))
+        if is_again and self.resumes and not self._job.has_own_state:
+            refuse_uncounted_passes(is_in_retry=self.scope.in_retry)
         loader.begin_pass()
         self._job.progress.epoch = loader.position.epoch
 
@@ -516,6 +515,7 @@ class StepLoop:
             loader.rest_is_reached = progress.reach(self._job.name_of(loader))
             if loader.rest_is_reached and not self.scope.owns_epochs:
                 self.scope.passes += 1
+                self.scope.begun.add(id(loader))
             self.call_back_again()
 
     def _has_no_batch_left(self, loader: ElasticLoader) -> bool:

@@ -179,6 +179,7 @@ class Attempts:
         self._modes.begin_attempt(is_again=is_again)
         self.units.begin_attempt()
         self._scope.passes = 0
+        self._scope.begun.clear()
         if not is_again:
             self._random.take()
             self._warn_of_meetings()

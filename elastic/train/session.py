@@ -120,6 +120,7 @@ class Scope:
     total_steps: int | None = None  # of the job, from run.plan_steps
     resumed_at: int = 0  # the step within its epoch at which the last pass began
     passes: int = 0  # in this attempt, over loaders without ``run.epochs``
+    begun: set[int] = field(default_factory=set)  # the ids of these loaders
     epoch_steps: dict[int, int] = field(default_factory=dict)  # of each loader, by its id
 
     def plan(self, loader_id: int, steps: int) -> int:

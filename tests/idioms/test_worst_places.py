@@ -337,6 +337,18 @@ def test_a_death_at_a_critical_line_does_not_change_the_result(
 
 
 REFUSED = {
+    "range instead of run.epochs, which may be left early": (
+        TRAINED
+        + """
+def train():
+    for epoch in range(run.world.size):
+        for inputs, targets in loader:
+            STEP
+        if epoch == 2:
+            break
+""",
+        "this is the second pass over the loader without run.epochs",
+    ),
     "run.wrap is forgotten": (
         """
 model = network
@@ -431,17 +443,6 @@ def train():
 
 
 WARNED = {
-    "range instead of run.epochs": (
-        """
-def train():
-    for epoch in range(run.world.size):
-        for inputs, targets in loader:
-            STEP
-        if epoch == 2:
-            break
-""",
-        "this is the second pass over the loader without run.epochs",
-    ),
     "enumerate from 0": (
         """
 def train():

@@ -24,7 +24,7 @@ from checkpoints.objects import ObjectStorage, open_url, storage_for
 from checkpoints.storage import LocalStorage, PatientStorage
 from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
 from checkpoints.tiers import TieredStorage
-from elastic.errors import CheckpointRequired
+from elastic.errors import CheckpointRequired, ConfigError
 from elastic.telemetry.log import get_logger
 from elastic.train.folder import CheckpointFolder
 
@@ -680,6 +680,26 @@ def test_a_file_system_that_cannot_rename_is_used(
     for other in (tmp_path, ObjectStorage(open_url(f"file://{tmp_path}"))):
         assert same(checkpoints.load(other, names(tmp_path)[0]).state, small_state(4))
     assert not [entry for entry in os.listdir(tmp_path) if entry.startswith(".tmp")]
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [("fsync", errno.EIO), ("rename", errno.EBUSY), ("rename", errno.EIO)]
+)
+def test_a_job_does_not_begin_in_a_folder_in_which_no_save_can_end(
+    tmp_path: Path, call: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where files can be created, but their folder cannot be made durable or renamed."""
+    real = getattr(os, call)
+
+    def refuse(target: int | str | Path, *others: str | Path) -> None:
+        if os.path.isdir(f"/proc/self/fd/{target}" if isinstance(target, int) else target):
+            raise OSError(number, os.strerror(number))
+        real(target, *others)
+
+    monkeypatch.setattr(os, call, refuse)
+    folder = CheckpointFolder(tmp_path / "root", lambda *_: None)
+    with pytest.raises(ConfigError, match=os.strerror(number)):
+        folder.check_writable(0)
 
 
 def test_an_attempt_without_a_manifest_is_no_damaged_checkpoint(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 
 import pytest
 
@@ -401,3 +404,118 @@ def test_a_range_in_a_script_that_a_restarted_job_runs_again_is_refused(
     monkeypatch.setattr(sys.modules[__name__], "loader", Resuming())
     with pytest.raises(TrainingError, match=r"a restarted job resumes .* would count from 0"):
         two_loops()
+
+
+class Passes:
+    """A loader's second check, with a frame of this library between it and the script."""
+
+    def __init__(self, *, is_in_retry: bool = False) -> None:
+        self.begun, self._is_in_retry = 0, is_in_retry
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        if self.begun > 1:
+            checks.refuse_uncounted_passes(is_in_retry=self._is_in_retry)
+        yield from range(4)
+
+
+def two_calls() -> None:
+    train_one_epoch()
+    train_one_epoch()
+
+
+def train_nth_epoch(_epoch: int) -> None:
+    train_one_epoch()
+
+
+def mapped() -> None:
+    list(map(train_nth_epoch, range(3)))
+
+
+def listed() -> None:
+    [train_one_epoch() for _ in range(3)]
+
+
+def recursive(left: int = 3) -> None:
+    train_one_epoch()
+    if left:
+        recursive(left - 1)
+
+
+def until_it_breaks() -> None:
+    for epoch in itertools.count():
+        if epoch == 3:
+            break
+        train_one_epoch()
+
+
+def by_steps() -> None:
+    batches = iter(loader)
+    for _ in range(12):
+        try:
+            next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            next(batches)
+
+
+def while_a_variable() -> None:
+    epoch = 0
+    while epoch < 3:
+        train_one_epoch()
+        epoch += 1
+
+
+def while_it_improves() -> None:
+    while cast(Passes, loader).begun < 3:
+        train_one_epoch()
+
+
+def from_the_epoch_of_the_loader() -> None:
+    for _epoch in range(cast(Passes, loader).position, 3):
+        train_one_epoch()
+
+
+def from_a_computed_epoch() -> None:
+    first = len(os.listdir("/proc/self/task")) - 1
+    for _epoch in range(first, first + 3):
+        train_one_epoch()
+
+
+@pytest.fixture
+def passes_over_loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    own = Passes.__iter__.__code__
+    original = checks.is_own
+    monkeypatch.setattr(checks, "is_own", lambda code: code is own or original(code))
+
+    def use(*, is_in_retry: bool) -> None:
+        monkeypatch.setattr(sys.modules[__name__], "loader", Passes(is_in_retry=is_in_retry))
+
+    return use
+
+
+@pytest.mark.parametrize("is_in_retry", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [two_calls, mapped, listed, recursive, until_it_breaks, by_steps, while_a_variable],
+)
+def test_passes_that_nothing_counts_are_refused(
+    passes_over_loader: Callable[..., None], function: Callable[[], None], is_in_retry: bool
+) -> None:
+    """Called again, the script begins with its first pass, and the loader resumes in another."""
+    passes_over_loader(is_in_retry=is_in_retry)
+    again = "in the next world" if is_in_retry else "a restarted job"
+    with pytest.raises(TrainingError, match=f"second pass .*{again}"):
+        retry(function) if is_in_retry else function()
+
+
+@pytest.mark.parametrize(
+    "function", [while_it_improves, from_the_epoch_of_the_loader, from_a_computed_epoch]
+)
+def test_passes_that_may_be_counted_are_not_refused(
+    passes_over_loader: Callable[..., None], function: Callable[[], None]
+) -> None:
+    passes_over_loader(is_in_retry=False)
+    function()
+    assert cast(Passes, loader).begun == 3
