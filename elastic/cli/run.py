@@ -329,9 +329,10 @@ def _check_backend(args: argparse.Namespace) -> None:
 
 def _check_workers(args: argparse.Namespace) -> None:
     workers = str(args.nproc_per_node)
-    if re.fullmatch(r"-?\d+", workers) and int(workers) < 1:  # torch refuses other texts
+    # (torch knows the names of devices.)
+    if not workers.isidentifier() and not (workers.isdecimal() and int(workers)):
         raise ConfigError(
-            f"--nproc-per-node={workers} is less than one worker",
+            f"--nproc-per-node={workers} is not a number of workers",
             hint="give a number, or `gpu` for one worker for each GPU",
         )
     if not (math.isfinite(args.monitor_interval) and args.monitor_interval > 0):

@@ -205,6 +205,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         began = SYSTEM_CLOCK.monotonic()
         failure = agent.failure
         _require_passed_preflight(failure)
+        if failure is not None:
+            launch.explain_failure(agent.command)
         try:
             launch.service.arrive(
                 nproc=agent.nproc,

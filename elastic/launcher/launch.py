@@ -227,6 +227,34 @@ def _why_unreadable(error_file: str) -> Exception | None:
 
 
 # ----------------------------------------------------------------------------
+# The user's files that hide modules of Python's standard library in the workers.
+
+
+def hidden_modules(command: Sequence[str]) -> list[tuple[str, str]]:
+    """Files beside a worker's script that hide a module of Python's standard library, each with
+    that module's file.
+
+    ``queue.py`` breaks torch's import in a script's worker, with an error that names neither. Only
+    modules that this process has imported, too: other names break nothing.
+    """
+    first = next((argument for argument in command[1:] if argument != "-u"), None)
+    if first is None:
+        return []  # a function, or a program that is not Python's
+    folder = "" if first == "-m" else os.path.dirname(first)
+    hidden = []
+    for name, module in sorted(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        # (Frozen modules are imported before the script's folder is on the search path.)
+        if name not in sys.stdlib_module_names or origin in (None, "built-in", "frozen"):
+            continue
+        for own in (f"{name}.py", os.path.join(name, "__init__.py")):
+            path = os.path.abspath(os.path.join(folder, own))
+            if os.path.isfile(path) and not os.path.samefile(path, str(origin)):
+                hidden.append((path, str(origin)))
+    return hidden
+
+
+# ----------------------------------------------------------------------------
 # The initial record of this node, from which the other nodes decide.
 
 
@@ -707,6 +735,7 @@ class Launch:
             lambda: self.service.has_first_rank and not self.service.status.workers_joined,
         )
         self._has_started_workers = False
+        self._has_explained = False  # a failure, by what may have broken the workers' imports
         _running.append(self)
         self.leaving.install()
         self.service.status.watchdog.heartbeat()
@@ -796,6 +825,19 @@ class Launch:
                 for worker in supervision.workers
             )
         self.notice.look(have_joined=self.service.status.workers_joined)
+
+    def explain_failure(self, command: Sequence[str]) -> None:
+        """The workers have failed: name what may have broken their imports, once."""
+        if self._has_explained or self.service.status.workers_joined:
+            return
+        self._has_explained = True
+        for own, hidden in hidden_modules(command):
+            self._log.warning(
+                "%s hides the module %s of Python's standard library in the workers, whose imports "
+                "may fail because of that: rename it",
+                own,
+                hidden,
+            )
 
     def end_strays(self) -> None:
         """Kill processes that dead workers have left behind."""

@@ -108,6 +108,7 @@ class CallingAgent:
     runs_function: bool  # the workers are processes of multiprocessing, not of a command
     start_method: str  # of multiprocessing
     event_log_handler: str  # name of the handler that its events go to
+    command: tuple[str, ...] = ()  # of a worker, which is no function
 
 
 # The agent's attributes before its first rendezvous, by the class that defines them.
@@ -299,6 +300,7 @@ def _describe(agent: Any, run_result: Any) -> CallingAgent:
             runs_function=callable(spec.entrypoint),
             start_method=str(agent._start_method),
             event_log_handler=str(spec.event_log_handler),
+            command=() if callable(spec.entrypoint) else (spec.entrypoint, *map(str, spec.args)),
         )
     except AttributeError as error:
         raise _differs(str(error)) from error

@@ -115,6 +115,18 @@ def test_a_counter_outside_of_the_state(runs: IdiomRuns, tmp_path: Path) -> None
     assert not Path("saved-by-the-script").exists()
 
 
+def test_an_epoch_that_is_cut_by_islice(runs: IdiomRuns, tmp_path: Path) -> None:
+    """When its last step is committed depends on the ranks and on where a pass resumes."""
+    loop = "for i, (inputs, targets) in itertools.islice(enumerate(loader), 3):"
+    text = (SCRIPTS / "plain_loop.py").read_text()
+    cut = text.replace("for inputs, targets in loader:", loop)
+    assert cut != text
+    script = tmp_path / "script.py"
+    script.write_text(f"import itertools\n{cut}")
+    report = check(runs, tmp_path, script, "--deaths=0", "--steps=8")
+    assert report.is_exact, report.runs
+
+
 def test_a_refused_script(runs: IdiomRuns, tmp_path: Path) -> None:
     report = check(runs, tmp_path, REFUSED / "cycle.py")
     assert not report.is_exact

@@ -281,7 +281,9 @@ class Recording:
         if lifecycle.is_restored:
             tree = self._session.job.tree()
             kept = {key: part for key, part in tree.items() if key not in _NOT_STATE}
-            kept["progress"] = {key: tree["progress"][key] for key in ("step", "epoch")}
+            # Not its epoch: the last step of a pass that is left by islice is committed when the
+            # pass ends or when the next epoch begins. Later steps have the samples of their epoch.
+            kept["progress"] = {"step": tree["progress"]["step"]}
             self._boundaries[step] = (lifecycle.world.rank, dict(leaves_of(kept)))
 
     def note_variables(self, frame: FrameType) -> None:

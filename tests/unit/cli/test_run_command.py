@@ -121,6 +121,8 @@ def test_another_backend_keeps_torchruns_count_of_restarts(monkeypatch: pytest.M
         ("--etcd-data /x --rdzv-endpoint h:1 train.py", ["--etcd-data=/x"]),
         ("--embedded-etcd --rdzv-backend c10d train.py", ["c10d"]),
         ("--embedded-etcd --nproc-per-node 0 train.py", ["--nproc-per-node=0"]),
+        ("--embedded-etcd --nproc-per-node -1 train.py", ["--nproc-per-node=-1"]),
+        ("--embedded-etcd --nproc-per-node 1.5 train.py", ["--nproc-per-node=1.5"]),
         ("--embedded-etcd --monitor-interval -1 train.py", ["--monitor-interval=-1"]),
         ("--embedded-etcd --nodes-local 1000000 train.py", ["memory of this machine"]),
         (
