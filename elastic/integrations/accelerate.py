@@ -23,12 +23,14 @@ divided by ``run.loader`` in training, and by Accelerate in evaluation. Sizes th
 derives from the number of processes, the global batch and the step rate of schedulers, are those of
 the largest world in every world.
 
-Private names of Accelerate are used in this file only; :func:`_check_names` reads them once.
+One private name of Accelerate is used, the list of models that ``save_state`` reads: without it,
+the files hold the weights of the module instead of its wrapper's.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,12 +45,16 @@ from elastic.integrations.prepared import PreparedLoader, is_training
 from elastic.train.run import Run
 
 try:
-    import accelerate
     from accelerate import Accelerator
-    from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
+    from accelerate.data_loader import (
+        DataLoaderStateMixin,
+        SeedableRandomSampler,
+        prepare_data_loader,
+    )
     from accelerate.local_sgd import LocalSGD
+    from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import AcceleratorState, PartialState, is_initialized
     from accelerate.tracking import GeneralTracker
     from accelerate.utils import DDPCommunicationHookType, DistributedType, send_to_device
 except ImportError as absent:
@@ -69,26 +75,9 @@ _PROCESSES = {
 }
 
 
-def _check_names(owner: object, *names: str) -> None:
-    """Raise ConfigError if this version of Accelerate lacks a name that is used here."""
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        raise ConfigError(
-            f"{getattr(owner, '__name__', type(owner).__name__)} of Accelerate "
-            f"{accelerate.__version__} has no {', '.join(missing)}",
-            hint="install a version that docs/how-to/accelerate.md names, or use plain "
-            "Accelerator, which recovers by a restart",
-        )
-
-
-_check_names(PartialState, "_shared_state")
-_check_names(AcceleratorState, "_shared_state")
-_check_names(GradientState, "_add_dataloader", "_remove_dataloader", "_set_sync_gradients")
-
-
 def _joining_first(initialize: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: PartialState, cpu: bool = False, **options: Any) -> None:
-        if not PartialState._shared_state:
+        if not self.initialized:
             run = elastic.join()  # or the run that the script has joined with its options
             # Without it, on a machine without GPUs, Accelerate takes each process for a job of its
             # own, whose gather() returns what this rank has.
@@ -146,9 +135,9 @@ LocalSGD.__enter__ = _refusing(LocalSGD.__enter__)
 
 def set_state(**values: Any) -> None:
     """Replace what Accelerate reads once, such as its rank and size, by a world's."""
-    for state in (PartialState, AcceleratorState):
-        if state._shared_state:
-            state._shared_state.update(values)
+    # Objects of each class share their attributes.
+    for state in (PartialState(), *([AcceleratorState()] if is_initialized() else [])):
+        vars(state).update(values)
 
 
 class _Scheduler(AcceleratedScheduler):
@@ -173,14 +162,12 @@ class _Scheduler(AcceleratedScheduler):
             set_state(num_processes=current)
 
 
-class _Loader(PreparedLoader):
+class _Loader(PreparedLoader, DataLoaderStateMixin):
     """In evaluation as Accelerate divides it, so that ``gather_for_metrics`` knows the padding."""
-
-    _is_accelerate_prepared = True
 
     def __init__(self, accelerator: ElasticAccelerator, given: DataLoader[Any]) -> None:
         self._accelerator = accelerator
-        self.end_of_dataloader, self.remainder = False, -1
+        self.gradient_state = accelerator.gradient_state
         super().__init__(accelerator.run, given, self._divide)
 
     def _divide(self) -> elastic.ElasticLoader:
@@ -202,19 +189,18 @@ class _Loader(PreparedLoader):
         return a.run.loader(given, global_batch=size, order=order)
 
     def trains(self) -> bool:
-        return is_training(self._accelerator._models)
+        return is_training(self._accelerator.trained)
 
     def training(self) -> Iterator[Any]:
-        loader, gradients = self.job_loader, self._accelerator.gradient_state
-        self.end_of_dataloader = False
-        gradients._add_dataloader(self)
+        loader = self.job_loader
+        self.begin()
         last = len(loader) - 1
         try:
             for index, batch in enumerate(loader, start=loader.index):
                 self.end_of_dataloader = index == last  # without reading one batch ahead
                 yield self.to_device(batch)
         finally:
-            gradients._remove_dataloader(self)
+            self.end()
 
     def to_device(self, batch: Any) -> Any:
         return send_to_device(batch, self._accelerator.device)
@@ -257,13 +243,13 @@ class ElasticAccelerator(Accelerator):
 
     def __init__(self, *args: Any, run: Run | None = None, **kwargs: Any) -> None:
         self.run = elastic.join() if run is None else run
+        self.trained: list[nn.Module] = []
+        """The models that are trained."""
         self._is_freed = False
+        self._tracked: Counter[str] = Counter()
         if self.run.device.type == "cpu":
             kwargs.setdefault("cpu", True)
         super().__init__(*args, **kwargs)
-        _check_names(
-            self, "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"
-        )
         if self.distributed_type not in _PROCESSES:
             raise ConfigError(
                 f"{self.distributed_type} does not recover in process under Accelerate",
@@ -275,7 +261,7 @@ class ElasticAccelerator(Accelerator):
     def _enter_world(self, world: World) -> None:
         set_state(num_processes=world.size, process_index=world.rank)
         self.step = 0  # groups of accumulated batches are repeated from their first one
-        self.gradient_state._set_sync_gradients(True)
+        self.sync_gradients = True
         if self.is_main_process:
             begun, _deferred[:] = _deferred[:], []
             for begin in begun:
@@ -311,12 +297,21 @@ class ElasticAccelerator(Accelerator):
                 "gradients are weighted by a hook of the job's own",
                 hint="omit it; mixed precision halves what is reduced",
             )
-        self._models[-1] = wrapped = self.run.wrap(prepared, **options)
+        wrapped = self.run.wrap(prepared, **options)
+        self.trained.append(wrapped)
+        if models := getattr(self, "_models", None):
+            models[-1] = wrapped
         return wrapped
+
+    def _track(self, kind: str, *objects: Any) -> None:
+        """Track objects of a kind, by their number among those of all calls."""
+        for each in objects:
+            self.run.track(**{f"{kind}{self._tracked[kind]}": each})
+            self._tracked[kind] += 1
 
     def free_memory(self, *objects: Any) -> Any:
         """See Accelerator. The job's objects remain those that were prepared before it."""
-        self._is_freed |= bool(self._models or self._optimizers)
+        self._is_freed |= bool(self.trained or self._tracked)
         return super().free_memory(*objects)
 
     def _check_is_first(self) -> None:
@@ -331,21 +326,19 @@ class ElasticAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        if not getattr(optimizer, "_is_accelerate_prepared", False):
+        if not isinstance(optimizer, AcceleratedOptimizer):
             self._check_is_first()
-            if self.scaler is not None and not self._optimizers:
+            if self.scaler is not None and not self._tracked["optimizer"]:
                 self.run.track(scaler=self.scaler)
-            named: dict[str, Any] = {f"optimizer{len(self._optimizers)}": optimizer}
-            self.run.track(**named)
+            self._track("optimizer", optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        if getattr(scheduler, "_is_accelerate_prepared", False):
-            return super().prepare_scheduler(scheduler)
-        self.run.track(**{f"scheduler{len(self._schedulers)}": scheduler})
-        prepared = _Scheduler(super().prepare_scheduler(scheduler), self.run.largest_world)
-        self._schedulers[-1] = prepared
-        return prepared
+        prepared = super().prepare_scheduler(scheduler)
+        if isinstance(scheduler, AcceleratedScheduler):
+            return prepared
+        self._track("scheduler", scheduler)
+        return _Scheduler(prepared, self.run.largest_world)
 
     def prepare_data_loader(
         self,
@@ -353,17 +346,12 @@ class ElasticAccelerator(Accelerator):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        if isinstance(data_loader, _Loader):
-            return data_loader
-        prepared = _Loader(self, data_loader)
-        self._dataloaders.append(prepared)
-        return prepared
+        return data_loader if isinstance(data_loader, _Loader) else _Loader(self, data_loader)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """What the script saves with ``save_state`` is state of the job, too."""
         super().register_for_checkpointing(*objects)
-        first = len(self._custom_objects) - len(objects)
-        self.run.track(**{f"custom{first + i}": each for i, each in enumerate(objects)})
+        self._track("custom", *objects)
 
     # -- in the loop ----------------------------------------------------------------------------
 

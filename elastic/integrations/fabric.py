@@ -19,7 +19,7 @@ Modules are wrapped by ``run.wrap``; optimizers, their scheduler and the scaler 
 loader is divided by ``run.loader`` in training, in the order of Fabric's own sampler on the largest
 world, and by ``run.shard`` in evaluation.
 
-Private names of Fabric are used in this file only.
+No private names of Fabric are used.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import elastic
 from elastic.errors import ConfigError
+from elastic.groups.world import World
 from elastic.integrations.prepared import PreparedLoader, is_training
 from elastic.train.run import Run
 
@@ -44,6 +45,7 @@ try:
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning.fabric.strategies.ddp import DDPStrategy
     from lightning.fabric.utilities.apply_func import move_data_to_device
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
 except ImportError as absent:
     raise ConfigError(
         f"elastic.integrations.fabric needs Lightning: {absent}",
@@ -81,15 +83,15 @@ class _Strategy(DDPStrategy):
 
     def __init__(self, run: Run, **kwargs: Any) -> None:
         super().__init__(cluster_environment=_Environment(run), **kwargs)
-        self._run = run
+        self._run, self._options = run, kwargs
         self.modules: list[nn.Module] = []
         self._optimizers = 0
-        run.on_world(lambda world: self._set_world_ranks())
+        run.on_world(_set_rank)
 
     def setup_module(self, module: nn.Module) -> Any:
         if not any(p.requires_grad for p in module.parameters()):
             return module
-        wrapped = self._run.wrap(module, **self._ddp_kwargs)
+        wrapped = self._run.wrap(module, **self._options)
         self.modules.append(wrapped)
         return wrapped
 
@@ -110,6 +112,11 @@ class _Strategy(DDPStrategy):
             if each is not None:
                 self._run.track(**{f"scheduler{self._optimizers}": each})
         return super().setup_module_and_optimizers(module, optimizers, *scheduler)
+
+
+def _set_rank(world: World) -> None:
+    """Let messages and files of rank 0 be those of the world's."""
+    rank_zero_only.rank = world.rank
 
 
 class _Loader(PreparedLoader):

@@ -89,31 +89,36 @@ def test_survivors_continue_in_lightning(etcd: EmbeddedEtcd, tmp_path: Path) -> 
         job.assert_complete(at_most=1)
 
 
+# What happens, and where rank 0 is at that moment.
+FAULTS = {
+    "a worker": ("worker", "train"),
+    "rank 0's node": ("rank 0's node", "train"),
+    "a join": ("join", "train"),
+    "rank 0's node in an evaluation": ("rank 0's node", "validation"),
+    "rank 0's node in a save": ("rank 0's node", "save"),
+    "all nodes": ("all nodes", "train"),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("place", ["train", "validation", "save"])
-@pytest.mark.parametrize("fault", ["worker", "rank 0's node", "join", "all nodes"])
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_faults(
-    etcd: EmbeddedEtcd,
-    tmp_path: Path,
-    framework: str,
-    fault: str,
-    place: str,
-    accumulate: int,
-    workers: int,
+    etcd: EmbeddedEtcd, tmp_path: Path, framework: str, fault: str, accumulate: int, workers: int
 ) -> None:
-    started = {"rank 0's node": 3, "all nodes": 6}.get(fault, 4)  # processes
+    what, place = FAULTS[fault]
+    started = {"rank 0's node": 3, "all nodes": 6}.get(what, 4)  # processes
     options = {"place": place, "accumulate": accumulate, "workers": workers, "all": started}
     with Job(etcd, tmp_path / "job", framework, nodes=3, **options) as job:
         job.start_nodes(3)
         job.wait_at(place)
-        if fault == "worker":
+        if what == "worker":
             job.running[-1].kill_worker()
-        elif fault == "rank 0's node":
+        elif what == "rank 0's node":
             job.node_of_rank(0).kill()
-        elif fault == "join":
+        elif what == "join":
             job.node_of_rank(0).kill()
             job.start_node()
         else:
