@@ -3,6 +3,10 @@
     python benchmarks/frameworks.py                          a table
     python benchmarks/frameworks.py --json                   one JSON object (measurement.py)
     python benchmarks/frameworks.py --kills 2 --only accelerate fabric
+    python benchmarks/frameworks.py --resumes 0 --out results/frameworks.json    all but resume
+
+``--out`` is written after each measurement, so that one that is interrupted is not lost; of the
+file's rows, those that are not measured again remain.
 
 One model of two million parameters and one dataset in each trainer, with three local nodes of one
 worker, gloo (benchmarks/scripts/framework_loop.py). The subjects take turns, in an order at random.
@@ -28,6 +32,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import json
 import random
 import socket
 import statistics
@@ -35,7 +40,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from measurement import Report, Row
@@ -223,16 +228,79 @@ def _listens(endpoint: str) -> bool:
 UNITS = {"pause": "s", "updates": "updates", "lost": "samples", "repeated": "samples"}
 
 
-def resume_rows(etcd: EmbeddedEtcd, frameworks: list[str], runs: int, cap_s: float) -> list[Row]:
-    """The rows of jobs that resume, with this library and as documented."""
-    rows = []
-    for kind in [each for f in frameworks for each in (f, f"plain-{f}")]:
-        outcomes = [resumed(etcd, kind, cap_s) for _ in range(runs)]
-        ended = [each for each in outcomes if each is not None]
-        for name, unit in UNITS.items():
-            values = tuple(float(each[name]) for each in ended)
-            rows.append(Row(f"resume: {name}", kind, unit, values, len(outcomes) - len(ended)))
-    return rows
+class Measurements:
+    """The rows so far: those of the last run in the file, and this one's in their place."""
+
+    def __init__(self, out: Path | None) -> None:
+        self._out = out
+        self._rows: dict[tuple[str, str], Row] = {}
+        if out is not None and out.exists():
+            for row in json.loads(out.read_text())["rows"]:
+                values, failed = tuple(row["samples"]), row["failed"]
+                read = Row(row["case"], row["subject"], row["unit"], values, failed)
+                self._rows[read.case, read.subject] = read
+        self._own: set[tuple[str, str]] = set()
+
+    def add(self, case: str, subject: str, unit: str, value: float | None) -> None:
+        """Add a sample; None: the run failed."""
+        key = case, subject
+        row = self._rows[key] if key in self._own else Row(case, subject, unit, ())
+        self._own.add(key)
+        if value is None:
+            self._rows[key] = replace(row, failed=row.failed + 1)
+        else:
+            self._rows[key] = replace(row, samples=(*row.samples, value))
+
+    @property
+    def report(self) -> Report:
+        return Report("frameworks", SEED, tuple(self._rows.values()))
+
+    def save(self) -> None:
+        """Write the rows so far to the file, if there is one."""
+        if self._out is None:
+            return
+        partial = self._out.with_suffix(".partial")
+        partial.write_text(self.report.to_json() + "\n")
+        partial.replace(self._out)
+
+
+def measure_pauses(
+    measured: Measurements, etcd: EmbeddedEtcd, installed: list[str], pick: random.Random
+) -> None:
+    """One kill of each subject."""
+    kinds = [LOOP, *installed]
+    took = {k: pause_s(etcd, k, pick) for k in pick.sample(kinds, len(kinds))}
+    for kind in kinds:
+        measured.add("pause", kind, "ms", took[kind] * 1e3)
+        if kind != LOOP:
+            measured.add("pause / loop", kind, "x", took[kind] / took[LOOP])
+    measured.save()
+
+
+def measure_steps(
+    measured: Measurements,
+    etcd: EmbeddedEtcd,
+    installed: list[str],
+    pick: random.Random,
+    epochs: int,
+) -> None:
+    """One undisturbed run of each subject, and of each framework without this library."""
+    kinds = [LOOP, *installed, *(f"plain-{f}" for f in installed)]
+    took = {k: step_s(etcd, k, epochs) for k in pick.sample(kinds, len(kinds))}
+    for kind in [LOOP, *installed]:
+        measured.add("step", kind, "ms", took[kind] * 1e3)
+        if kind != LOOP:
+            measured.add("step / loop", kind, "x", took[kind] / took[LOOP])
+            measured.add("step / plain", kind, "x", took[kind] / took[f"plain-{kind}"])
+    measured.save()
+
+
+def measure_resume(measured: Measurements, etcd: EmbeddedEtcd, kind: str, cap_s: float) -> None:
+    """One job that resumes."""
+    outcome = resumed(etcd, kind, cap_s)
+    for name, unit in UNITS.items():
+        measured.add(f"resume: {name}", kind, unit, None if outcome is None else outcome[name])
+    measured.save()
 
 
 def main() -> None:
@@ -244,31 +312,21 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="of an undisturbed run")
     parser.add_argument("--resumes", type=int, default=1, help="of each, and as documented")
     parser.add_argument("--cap-s", type=float, default=600.0, help="of a job that resumes")
+    parser.add_argument("--out", type=Path, help="written after each measurement")
     parser.add_argument("--only", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS)
     args = parser.parse_args()
     pick = random.Random(SEED)
     installed = [f for f in args.only if importlib.util.find_spec(f.replace("fabric", "lightning"))]
-    samples: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    measured = Measurements(args.out)
     with EmbeddedEtcd() as etcd:
         for _ in range(args.kills):
-            kinds = [LOOP, *installed]
-            took = {k: pause_s(etcd, k, pick) for k in pick.sample(kinds, len(kinds))}
-            for kind, value in took.items():
-                samples["pause", kind, "ms"].append(value * 1e3)
-                if kind != LOOP:
-                    samples["pause / loop", kind, "x"].append(value / took[LOOP])
+            measure_pauses(measured, etcd, installed, pick)
         for _ in range(args.rounds):
-            kinds = [LOOP, *installed, *(f"plain-{f}" for f in installed)]
-            took = {k: step_s(etcd, k, args.epochs) for k in pick.sample(kinds, len(kinds))}
-            for kind in [LOOP, *installed]:
-                samples["step", kind, "ms"].append(took[kind] * 1e3)
-                if kind != LOOP:
-                    samples["step / loop", kind, "x"].append(took[kind] / took[LOOP])
-                    plain_s = took[f"plain-{kind}"]
-                    samples["step / plain", kind, "x"].append(took[kind] / plain_s)
-        resumes = resume_rows(etcd, installed, args.resumes, args.cap_s) if args.resumes else []
-    rows = (*(Row(*key, tuple(values)) for key, values in samples.items()), *resumes)
-    Report("frameworks", SEED, rows).show(as_json=args.json)
+            measure_steps(measured, etcd, installed, pick, args.epochs)
+        for _ in range(args.resumes):
+            for kind in [each for f in installed for each in (f, f"plain-{f}")]:
+                measure_resume(measured, etcd, kind, args.cap_s)
+    measured.report.show(as_json=args.json)
 
 
 if __name__ == "__main__":

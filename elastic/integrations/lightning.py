@@ -1221,7 +1221,8 @@ def _refuse_options(options: dict[str, Any]) -> None:
 
 
 def _refuse_callbacks(callbacks: list[Any]) -> None:
-    """Raise ConfigError for callbacks that change what the job consists of during training."""
+    """Raise ConfigError for callbacks that change what the job consists of, or train before it."""
+    finder = 'run it once with strategy="auto" on one device, and set what it suggests'
     refused = {
         "BaseFinetuning": (
             "adds parameters to the optimizer during training: a node that joins has not added "
@@ -1233,6 +1234,8 @@ def _refuse_callbacks(callbacks: list[Any]) -> None:
             "replaces the schedule during training: a node that joins has another learning rate",
             "WeightAveraging(), with a schedule in configure_optimizers()",
         ),
+        "LearningRateFinder": ("trains before the job does, with another schedule", finder),
+        "BatchSizeFinder": ("trains before the job does, with other global batches", finder),
     }
     for callback in callbacks:
         for base in type(callback).__mro__:

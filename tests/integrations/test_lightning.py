@@ -249,6 +249,9 @@ elif what == "finetuning":
     model = Model()
     model.backbone = torch.nn.Linear(1, 1)
     other.fit(model, samples())
+elif what == "tuner":
+    from lightning.pytorch.tuner import Tuner
+    Tuner(trainer()).lr_find(Model(), samples())
 elif what == "stream":
     trainer().fit(Model(), DataLoader(Stream(), batch_size=2))
 elif what == "twice":
@@ -268,6 +271,7 @@ elif what == "other version":
 REFUSALS = {
     "option": (1, "ElasticStrategy(ddp_comm_hook=…) is not supported"),
     "finetuning": (1, "BackboneFinetuning adds parameters to the optimizer during training"),
+    "tuner": (1, "LearningRateFinder trains before the job does"),
     "stream": (1, "Stream cannot be divided among a changing number of ranks"),
     "twice": (1, "trainer.fit() is called twice in this process"),
     "devices": (1, "Trainer(devices=2) on a node with 1 workers"),
