@@ -151,13 +151,35 @@ class Update:
 
 def read_updates(folder: Path) -> list[list[Update]]:
     """Those of each process."""
+    return [_updates_of(path) for path in folder.glob("updates-*")]
+
+
+def _updates_of(path: Path) -> list[Update]:
     return [
-        [
-            Update(float(at), int(number), int(epoch), tuple(map(int, samples.split(","))))
-            for at, number, epoch, samples in map(str.split, path.read_text().splitlines())
-        ]
-        for path in folder.glob("updates-*")
+        Update(float(at), int(number), int(epoch), _numbers(samples))
+        for at, number, epoch, samples in map(str.split, path.read_text().splitlines())
     ]
+
+
+def _numbers(line: str) -> tuple[int, ...]:
+    return tuple(map(int, line.split(",")))
+
+
+def with_unfinished(folder: Path) -> list[list[Update]]:
+    """:func:`read_updates`, and the update in which a process was killed, if others completed it
+    with what it had read: they have not read its samples themselves."""
+    files = {path: _updates_of(path) for path in folder.glob("updates-*")}
+    every = list(files.values())
+    for path, own in files.items():
+        lines = (folder / path.name.replace("updates", "read")).read_text().splitlines()
+        if not own or not lines or _numbers(lines[-1]) == own[-1].samples:
+            continue
+        number, samples = own[-1].number + 1, _numbers(lines[-1])
+        others = [u for updates in every if updates is not own for u in updates]
+        completed = [u for u in others if u.number == number]
+        if completed and not any(set(samples) & set(u.samples) for u in completed):
+            own.append(Update(completed[0].at_s, number, completed[0].epoch, samples))
+    return every
 
 
 def lost_and_repeated(processes: list[list[Update]], killed_s: float) -> tuple[int, int]:
@@ -207,7 +229,7 @@ def resumed(etcd: EmbeddedEtcd, kind: str, cap_s: float) -> dict[str, float] | N
             deadline_s = time.monotonic() + cap_s
             while host.running and time.monotonic() < deadline_s:
                 time.sleep(0.5)
-            processes = read_updates(folder)
+            processes = with_unfinished(folder)
             has_ended = not host.running
         times = sorted(update.at_s for process in processes for update in process)
         last = max(u.number for p in processes for u in p)

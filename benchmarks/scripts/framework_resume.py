@@ -3,7 +3,8 @@
 KIND: ``accelerate``, ``fabric``, ``lightning``, ``transformers``, with this library, or
 ``plain-…``, as the framework's documentation resumes after a restart of torchrun. 480 samples in 3
 epochs, batches of 8 on each of 3 ranks: 60 updates. Each process appends a line for each update to
-a file in FOLDER: the wall clock, the number of the update, the epoch, and this rank's samples.
+a file in FOLDER: the wall clock, the number of the update, the epoch, and this rank's samples; and
+these samples to another one before the update, for a process that is killed between both.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.net = nn.Linear(8, 1)
         self.read: list[int] = []  # samples of the current update
+        self.steps: Steps | None = None
 
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor, index: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         self.read = index.tolist()
+        if self.steps is not None:
+            self.steps.read(self.read)
         time.sleep(STEP_S)
         return {"loss": F.mse_loss(self.net(x), labels)}
 
@@ -59,7 +63,12 @@ class Steps:
 
     def __init__(self, net: Net) -> None:
         self._net = net
+        net.steps = self
         self._file = (FOLDER / f"updates-{os.getpid()}").open("a", buffering=1)
+        self._read = (FOLDER / f"read-{os.getpid()}").open("a", buffering=1)
+
+    def read(self, samples: list[int]) -> None:
+        self._read.write(",".join(map(str, samples)) + "\n")
 
     def note(self, update: int, epoch: int) -> None:
         samples = ",".join(map(str, self._net.read))

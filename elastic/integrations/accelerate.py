@@ -42,6 +42,7 @@ import elastic
 from elastic.errors import ConfigError, TrainingError
 from elastic.groups.world import World
 from elastic.integrations.prepared import PreparedLoader, is_training
+from elastic.telemetry.log import get_logger
 from elastic.train.run import Run
 
 try:
@@ -206,14 +207,17 @@ class _Loader(PreparedLoader, DataLoaderStateMixin):
         return send_to_device(batch, self._accelerator.device)
 
     def evaluation(self) -> Any:
-        a = self._accelerator
+        a, size = self._accelerator, getattr(self._given, "batch_size", None)
+        # Accelerate splits a batch among ranks that divide it. After a death they may not; each
+        # then reads whole ones, as without split_batches.
+        is_split = a.split_batches and (size is None or size % a.num_processes == 0)
         return prepare_data_loader(
             self._given,
             a.device,
             num_processes=a.num_processes,
             process_index=a.process_index,
             put_on_device=a.device_placement,
-            split_batches=a.split_batches,
+            split_batches=is_split,
             even_batches=a.even_batches,
         )
 
@@ -352,6 +356,16 @@ class ElasticAccelerator(Accelerator):
         """What the script saves with ``save_state`` is state of the job, too."""
         super().register_for_checkpointing(*objects)
         self._track("custom", *objects)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """See Accelerator. What it loads is what the job begins with, at step 0."""
+        if not self.run.has_world:
+            get_logger().warning(
+                "load_state(%s) sets what the job begins with, at step 0; a checkpoint of the job "
+                "itself replaces it. To resume a job, delete this call: it resumes by itself",
+                "" if input_dir is None else input_dir,
+            )
+        super().load_state(input_dir, *args, **kwargs)
 
     # -- in the loop ----------------------------------------------------------------------------
 

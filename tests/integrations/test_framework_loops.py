@@ -114,6 +114,56 @@ def test_a_death_leaves_what_the_plain_framework_computes(
         assert_as_plain(outcome, case, workers=SIZE - 1 + is_replaced)
 
 
+SPLIT = """
+import torch
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader
+from elastic.integrations.accelerate import ElasticAccelerator
+
+config = DataLoaderConfiguration(split_batches=True)
+accelerator = ElasticAccelerator(dataloader_config=config)
+module = torch.nn.Linear(1, 1)
+model, optimizer, loader, held_out = accelerator.prepare(
+    module,
+    torch.optim.SGD(module.parameters(), lr=0.1),
+    DataLoader(torch.ones(12, 1), batch_size=3),
+    DataLoader(torch.arange(7.0).view(7, 1), batch_size=3),
+)
+seen = []
+
+def evaluate():
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([accelerator.gather_for_metrics(x) for x in held_out]).flatten().tolist()
+
+def train():
+    for _ in accelerator.epochs(1):
+        model.train()
+        for x in loader:
+            accelerator.backward(model(x).mean())  # a step
+            optimizer.step()
+            optimizer.zero_grad()
+        seen[:] = accelerator.run.once("evaluate", evaluate)
+
+accelerator.retry(train)
+result = {"seen": torch.tensor(sorted(seen))}
+"""
+
+
+def test_split_batches_are_evaluated_by_ranks_that_do_not_divide_them(
+    world: SmallWorld, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "script.py"
+    script.write_text(SPLIT)
+    line = SPLIT[: SPLIT.index("# a step")].count("\n") + 1
+    death = Death(rank=1, event=2, line=line)
+    outcome = world.run(script, tmp_path / "run", size=SIZE, death=death, is_counted=False)
+    outcome.assert_success(workers=SIZE - 1)
+    for survivor in outcome.survivors:
+        assert survivor.result["seen"].tolist() == [float(i) for i in range(7)]
+
+
 REFUSED = """
 import sys
 import accelerate
