@@ -3,7 +3,7 @@
     python benchmarks/frameworks.py                          a table
     python benchmarks/frameworks.py --json                   one JSON object (measurement.py)
     python benchmarks/frameworks.py --kills 2 --only accelerate fabric
-    python benchmarks/frameworks.py --resumes 0 --out results/frameworks.json    all but resume
+    python benchmarks/frameworks.py --kills 0 --resumes 0 --out results.json    steps: ten minutes
 
 ``--out`` is written after each measurement, so that one that is interrupted is not lost; of the
 file's rows, those that are not measured again remain.
@@ -55,7 +55,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "framework_loop.py"
 LOOP = "loop"
 FRAMEWORKS = ("accelerate", "fabric", "lightning", "transformers")
 NODES, SEED = 3, 11
-EPOCHS = 40  # of 32 updates
+EPOCHS, ENDLESS = 5, 400  # of 32 updates; of a job that is killed
 WARM_UP, SETTLE_S = 20, (1.0, 3.0)
 
 
@@ -114,7 +114,7 @@ def step_s(etcd: EmbeddedEtcd, kind: str, epochs: int) -> float:
 
 def pause_s(etcd: EmbeddedEtcd, kind: str, pick: random.Random) -> float:
     """A node is killed."""
-    with Job(etcd, kind, epochs=10 * EPOCHS, is_elastic=True) as job:
+    with Job(etcd, kind, epochs=ENDLESS, is_elastic=True) as job:
         job.wait_updates(WARM_UP)
         time.sleep(pick.uniform(*SETTLE_S))
         victim = pick.choice(job.nodes)
