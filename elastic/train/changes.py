@@ -149,7 +149,8 @@ def _closure(function: Any) -> list[Named]:
 
 
 # ----------------------------------------------------------------------------
-# Refuses untracked averages of the weights: dicts and lists of tensors, and copies of a model.
+# Refuses untracked averages of weights and of gradients: dicts and lists of tensors, and copies of
+# a model.
 #
 # ``self.shadow[name] = decay * self.shadow[name] + (1 - decay) * param.data`` is state of the job:
 # a joining node restarts it, and a repeated step applies it twice. Nothing raises an error.
@@ -157,7 +158,7 @@ def _closure(function: Any) -> list[Named]:
 # Objects that the training function can reach, and that have tensors of the shapes of a wrapped
 # module's parameters, are observed in the first steps, and briefly at powers of two. One is
 # refused if twice it has moved towards the weights by one common fraction: the definition of an
-# average, and of no gradient, momentum, previous value or frozen copy. A few numbers of each
+# average, and of no gradient, previous value or frozen copy. A few numbers of each
 # tensor suffice. (Averages that are modules with a telling name are refused earlier, in
 # :mod:`elastic.train.untracked`.)
 
@@ -169,6 +170,7 @@ _SAMPLE = 16  # numbers of each tensor
 _LEAST = 8  # numbers of all tensors
 _MOST_TENSORS = 512
 _CLOSE = 0.05  # relative deviation from a common fraction: float32, and a decay of 0.9999
+_EXACT = 1e-3  # relative deviation from a sum of gradients: float32
 _COPIED = 0.99  # a larger fraction is a copy
 _STRAIGHT = 0.9999  # cosine of two updates: the weights move on a line, on which all is a fraction
 
@@ -181,7 +183,8 @@ class _Observed:
 
     values: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
-    matches: int = 0
+    matches: int = 0  # with an average of the weights
+    sums: int = 0  # steps in a row as a sum of gradients
     is_module: bool = False
 
 
@@ -268,15 +271,37 @@ class ChangeDetector(Hook):
                 continue
             observed = seen[path] = self._observed.get(path, _Observed())
             observed.is_module = isinstance(one, nn.Module)
-            observed.matches += _matches(observed, *_sampled(pairs))
-            if observed.matches >= _MATCHES:
-                raise _refusal(path, one, self._owner(path))
+            values, weights = _sampled(pairs)
+            follows_gradients = _follows(observed.values[-1:], values, _gradients(pairs))
+            observed.sums += 1 if follows_gradients else -observed.sums
+            observed.matches += _matches(observed, values, weights)
+            if max(observed.matches, observed.sums) >= _MATCHES:
+                if not self._is_derived(pairs, values):
+                    what = "weights" if observed.matches >= _MATCHES else "gradients"
+                    raise _refusal(path, one, self._owner(path), what)
+                observed.matches = observed.sums = 0
             if observed.matches:
                 self._until = max(self._until, self._steps + _AFTER_A_MATCH)
         self._observed = seen
         for name, tracked in job.tracked.items():
             facts += _unsaved_numbers(name, tracked)
         self._report(facts)
+
+    def _is_derived(self, pairs: Pairs, values: torch.Tensor) -> bool:
+        """Whether these are values of tracked objects: the state of an optimizer in a list, or
+        ``target.state_dict()``, whose entries the script averages and then loads, so that the next
+        step takes them from there."""
+        tracked = self._job.all_tracked
+        states = [o.state for o in tracked.values() if isinstance(o, torch.optim.Optimizer)]
+        kept = {id(v) for one in states for state in one.values() for v in _values_of(state)}
+        if all(id(value) in kept for value, _ in pairs):
+            return True
+        references = [r for module in self._modules for r in _references(module)]
+        return any(
+            torch.equal(_sampled(others)[0], values)
+            for _, one in reachable(tracked.items())
+            if (others := _paired(one, references)) is not None
+        )
 
     def _report(self, facts: Iterable[_Fact]) -> None:
         """Warn once of all that has changed in each of the last steps."""
@@ -394,6 +419,43 @@ def _first(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)[:_SAMPLE].double()
 
 
+def _gradients(pairs: Pairs) -> torch.Tensor | None:
+    """A few numbers of the gradients of the last step; None if some are not kept."""
+    gradients = [p.grad for _, p in pairs[:_MOST_TENSORS]]
+    kept = [g for g in gradients if g is not None and _is_readable(g)]
+    return _numbers(kept) if len(kept) == len(gradients) else None
+
+
+def _follows(
+    before: Sequence[torch.Tensor], values: torch.Tensor, gradients: torch.Tensor | None
+) -> bool:
+    """Whether ``values`` are a sum of those of the step before and of the gradients, or of their
+    squares: a momentum that the script computes itself. Copies of gradients are no sum."""
+    if not before or gradients is None or not before[0].shape == values.shape == gradients.shape:
+        return False
+    if values.numel() < _LEAST or not bool(torch.isfinite(values).all()):
+        return False
+    return any(_is_sum(values, before[0], part) for part in (gradients, gradients.square()))
+
+
+def _is_sum(values: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are needed, and suffice."""
+    parts = [part / part.norm() for part in (one, other) if part.any()]
+    if len(parts) < 2 or abs(float(parts[0] @ parts[1])) > _STRAIGHT:
+        return False
+    scale = float(values.norm())
+    alone = [float((values - (values @ part) * part).norm()) for part in parts]
+    second = parts[1] - (parts[1] @ parts[0]) * parts[0]
+    second = second / second.norm()
+    rest = values - (values @ parts[0]) * parts[0]
+    rest = rest - (rest @ second) * second
+    return min(alone) > _CLOSE * scale and float(rest.norm()) < _EXACT * scale
+
+
+def _values_of(state: object) -> Iterable[object]:
+    return state.values() if isinstance(state, dict) else ()
+
+
 def _matches(observed: _Observed, values: torch.Tensor, weights: torch.Tensor) -> bool:
     """Whether the values have moved as an average does. Remembers them for the next call."""
     before, weights_before = observed.values, observed.weights
@@ -425,21 +487,29 @@ def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(one @ other) / scale if scale else 1.0
 
 
-def _refusal(path: str, one: object, owner: object) -> TrainingError:
+def _refusal(path: str, one: object, owner: object, what: str) -> TrainingError:
+    hint = _hint(path, one, owner, what)
+    if what == "gradients":
+        hint += f"\n  run.untracked({path!r}), if it does not influence training"
     return TrainingError(
-        f"{path} averages the weights, but is not tracked: a joining node would restart the "
+        f"{path} averages the {what}, but is not tracked: a joining node would restart the "
         "average, a repeated step would apply it twice, and a restart would lose it",
-        hint=_hint(path, one, owner),
+        hint=hint,
     )
 
 
-def _hint(path: str, one: object, owner: object) -> str:
+def _hint(path: str, one: object, owner: object, what: str) -> str:
     name = path.rpartition(".")[2]
     if isinstance(one, nn.Module) and name.isidentifier():
         return f"run.track({name}={path})"
     owners = path.rpartition(".")[0]
     short = owners.rpartition(".")[2]
     if owner is None or not short.isidentifier() or not name.isidentifier():
+        if what == "gradients":
+            return (
+                f"run.state.setdefault({name!r}, …) before the loop, and run.state[{name!r}] in "
+                "it; or track a class with state_dict and load_state_dict that holds it"
+            )
         return (
             "average = copy.deepcopy(network); run.track(average=average), or track a class with "
             "state_dict and load_state_dict that holds it"

@@ -1,4 +1,4 @@
-"""Untracked averages of the weights are found, and nothing else that resembles the weights."""
+"""Untracked averages of weights and gradients are found, and nothing else that resembles them."""
 
 from __future__ import annotations
 
@@ -197,6 +197,59 @@ def test_the_error_shows_the_methods_that_the_class_lacks() -> None:
     assert "in class Shadow" in refused.value.hint
 
 
+def sums_of_gradients(training: Training) -> Callable[[], object]:
+    velocity = [torch.zeros_like(p) for p in training.network.parameters()]
+
+    def update() -> None:
+        for v, p in zip(velocity, training.network.parameters(), strict=True):
+            assert p.grad is not None
+            v.mul_(0.9).add_(p.grad, alpha=0.1)
+
+    return update
+
+
+def mean_squares_of_gradients(training: Training) -> Callable[[], object]:
+    squares = {n: torch.zeros_like(p) for n, p in training.network.named_parameters()}
+
+    def update() -> None:
+        for name, p in training.network.named_parameters():
+            assert p.grad is not None
+            squares[name] = 0.99 * squares[name] + 0.01 * p.grad**2
+
+    return update
+
+
+def amplified_gradients(training: Training) -> Callable[[], object]:
+    averages = {n: torch.zeros_like(p) for n, p in training.network.named_parameters()}
+
+    def update() -> None:  # changes the gradients, too
+        for name, p in training.network.named_parameters():
+            assert p.grad is not None
+            averages[name] = averages[name] * 0.98 + p.grad * 0.02
+            p.grad = p.grad + averages[name] * 2.0
+
+    return update
+
+
+@pytest.mark.parametrize(
+    "make", [sums_of_gradients, mean_squares_of_gradients, amplified_gradients]
+)
+def test_an_untracked_average_of_gradients_is_refused(make: Make) -> None:
+    training = Training()
+    update = make(training)
+    with pytest.raises(TrainingError, match="averages the gradients, but is not tracked") as error:
+        training.run(update)
+    assert training.steps <= 5
+    assert "run.untracked(" in error.value.hint
+
+
+def test_an_average_of_gradients_that_is_only_shown_can_be_excluded() -> None:
+    training = Training()
+    update = sums_of_gradients(training)
+    training.changes.ignore(["velocity"])
+    training.run(update)
+
+
 # What is not refused -------------------------------------------------------------------------
 
 
@@ -232,17 +285,6 @@ def last_gradients(training: Training) -> Callable[[], object]:
         for name, p in training.network.named_parameters():
             assert p.grad is not None
             gradients[name] = p.grad.clone()
-
-    return update
-
-
-def average_of_gradients(training: Training) -> Callable[[], object]:
-    velocity = [torch.zeros_like(p) for p in training.network.parameters()]
-
-    def update() -> None:
-        for v, p in zip(velocity, training.network.parameters(), strict=True):
-            assert p.grad is not None
-            v.mul_(0.9).add_(p.grad, alpha=0.1)
 
     return update
 
@@ -338,13 +380,50 @@ def average_in_the_state(training: Training) -> Callable[[], object]:
     return update
 
 
+def state_of_the_optimizer(training: Training) -> Callable[[], object]:
+    moments: list[torch.Tensor] = []
+
+    def update() -> None:
+        moments[:] = [training.optimizer.state[p]["exp_avg"] for p in training.network.parameters()]
+
+    return update
+
+
+def sum_of_tracked_averages(training: Training) -> Callable[[], object]:
+    """As in PyTorch's DQN tutorial."""
+    target = copy.deepcopy(training.network)
+    training.job.track("target", target)
+    entries: dict[str, torch.Tensor] = {}
+
+    def update() -> None:
+        entries.update(target.state_dict())
+        for name, value in training.network.state_dict().items():
+            entries[name] = 0.1 * value + 0.9 * entries[name]
+        target.load_state_dict(entries)
+
+    return update
+
+
+def scaled_gradients(training: Training) -> Callable[[], object]:
+    total = {n: torch.zeros_like(p) for n, p in training.network.named_parameters()}
+
+    def update() -> None:
+        for name, p in training.network.named_parameters():
+            assert p.grad is not None
+            total[name] = p.grad * 0.5
+
+    return update
+
+
 OTHERS: list[Make] = [
+    state_of_the_optimizer,
+    sum_of_tracked_averages,
+    scaled_gradients,
     frozen_teacher,
     initial_weights,
     previous_weights,
     weights_before_the_last_step,
     last_gradients,
-    average_of_gradients,
     weights_before_a_perturbation,
     target_copied_now_and_then,
     another_model,
