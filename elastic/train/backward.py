@@ -13,7 +13,6 @@ from torch import nn
 
 from checkpoints.tensors import is_dtensor
 from elastic import torch_private
-from elastic.errors import TrainingError
 from elastic.hangs.page import COMPUTE, SCRIPT, Phase, phases
 from elastic.torch_private import not_compiled
 from elastic.train.reduction import Reduction
@@ -36,13 +35,18 @@ class Reduced(Protocol):
     module: nn.Module
     reduction: Reduction
     in_world: bool
+    earlier: EarlierGradients
     reduced_elements: int  # in a pass that is reduced
 
     @property
     def all_parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters."""
 
-    def prepare_again(self, is_reached: Callable[[], bool], losses: Sequence[torch.Tensor]) -> None:
+    @property
+    def finds_unused_parameters(self) -> bool:
+        """Whether a pass may leave out some of them."""
+
+    def prepare_again(self, losses: Sequence[torch.Tensor]) -> None:
         """Prepare for another pass, with these losses."""
 
 
@@ -100,6 +104,9 @@ def _begin(losses: Sequence[Any]) -> Callable[[bool], None]:
         phases.enter(COMPUTE)
     for earlier in list(_earlier):
         earlier.look(losses)
+    for module in list(_modules.values()):
+        if module.earlier.are_added_to:
+            module.reduction.refuse_earlier_partial()
     repeated = [
         _RepeatedPass(module, losses)
         for module in list(_modules.values())
@@ -129,31 +136,38 @@ def _finish(repeated: Sequence[_RepeatedPass]) -> None:
         each.check()
 
 
+_REENTRANT = "CheckpointFunctionBackward"  # torch/utils/checkpoint.py
+
+
 class _RepeatedPass:
-    """A backward pass that may reach a module whose gradients are already reduced."""
+    """A backward pass that may reach a module whose gradients are already reduced.
+
+    One that reaches only some of its parameters, as that of an actor through ``critic.Q1``, is not
+    reduced: buckets would wait for the others. Its gradients are usually cleared before they are
+    used. If they are not, the next pass over all parameters reduces the sum; an update before that
+    is refused.
+    """
 
     def __init__(self, module: Reduced, losses: Sequence[Any]) -> None:
         self._module = module
         self._before = self._gradients()
         self._reduced = module.reduction.elements
-        if not module.reduction.is_static:
-            module.prepare_again(lambda: _reach(losses, module.all_parameters), losses)
+        if module.reduction.is_static:
+            return
+        trained = [p for p in module.all_parameters if p.requires_grad]
+        reached = _reached(losses, trained)
+        is_whole = reached == len(trained) or module.finds_unused_parameters
+        if reached and is_whole:
+            module.prepare_again(losses)
 
     def check(self) -> None:
-        """Raise TrainingError if the pass has added gradients that are not reduced."""
+        """Note whether the pass has added gradients that are not reduced."""
         reduction = self._module.reduction
         reduced = reduction.elements - self._reduced
         is_complete = reduced == self._module.reduced_elements
         if is_complete or (not reduced and self._gradients() == self._before):
             return
-        kind = type(self._module.module).__name__
-        reduction.failure = TrainingError(
-            f"a second backward pass over one forward pass of {kind} has computed gradients of "
-            "only some of its parameters: they are not averaged over the ranks",
-            hint="call backward() once, for the sum of the losses, or call the wrapped module for "
-            "each; or run.wrap(model, find_unused_parameters=True)",
-        )
-        raise reduction.failure
+        reduction.adds_partially(type(self._module.module).__name__)
 
     def _gradients(self) -> list[tuple[int, int]]:
         """Identities and versions of the gradients."""
@@ -161,20 +175,28 @@ class _RepeatedPass:
         return [(id(g), torch_private.count_of_changes([g])) for g in gradients]
 
 
-def _reach(losses: Iterable[Any], parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether a backward pass from these tensors computes gradients of a parameter."""
+def _reached(
+    losses: Iterable[Any], parameters: Sequence[torch.Tensor], most: int | None = None
+) -> int:
+    """Of how many of these parameters, at most, a backward pass from ``losses`` computes gradients.
+
+    Reentrant checkpoints hide parameters: one may reach all of them.
+    """
     wanted = {id(p) for p in parameters}
+    most = len(wanted) if most is None else most
     pending = [getattr(loss, "grad_fn", None) or getattr(loss, "node", None) for loss in losses]
     seen = set()
-    while pending:
+    count = 0
+    while pending and count < most:
         node: Any = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
+        if node.name() == _REENTRANT:
+            return most
+        count += id(getattr(node, "variable", None)) in wanted
         pending += [function for function, _ in node.next_functions]
-    return False
+    return count
 
 
 # ----------------------------------------------------------------------------
@@ -220,7 +242,7 @@ class EarlierGradients:
             return
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
         if gradients:
-            if not _reach(losses, [*self._parameters(), *self._computed_for()]):
+            if not _reached(losses, [*self._parameters(), *self._computed_for()], most=1):
                 return  # as of a generator, in the pass of its critic
             self._note(gradients)
         self._is_expected = False

@@ -8,7 +8,7 @@ a script hangs.) For each world it is initialised again in place: references hel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -66,7 +66,6 @@ class ElasticDDP(DDP):
         self.earlier = EarlierGradients(lambda: self.all_parameters)
         self.in_world = False
         self.reduced_elements = 0  # in a backward pass that is reduced
-        self._is_planned = False  # the reducer's buckets follow the order of gradients
         self._trained: tuple[bool, ...] = ()  # the parameters the reducer was created for
         self._releasable: ReleasableGroup | None = None  # the reducer holds no reference
         self.require_backward_grad_sync = True
@@ -109,7 +108,6 @@ class ElasticDDP(DDP):
         DDP.__init__(self, module, **{"init_sync": False, **self.options})
         self.__dict__.update(kept)
         self.training = training
-        self._is_planned = False
         self.reduced_elements = sum(p.numel() for p in self.all_parameters if p.requires_grad)
         backward.watch_module(self)
         reduction, group = self.reduction, self.process_group
@@ -132,15 +130,15 @@ class ElasticDDP(DDP):
                 )
                 self._releasable.replace(self.reducer)
 
-    def prepare_again(self, is_reached: Callable[[], bool], losses: Sequence[torch.Tensor]) -> None:
-        """Prepare for another backward pass since the last forward pass.
+    @property
+    def finds_unused_parameters(self) -> bool:
+        """Whether a backward pass may leave out parameters."""
+        return bool(self.find_unused_parameters)
 
-        Until a forward pass has followed a reduction, this is a collective: then only if the pass
-        is known to reach the module. To find that out costs more than to prepare for nothing.
-        """
-        if self._is_planned or is_reached():
-            searched = losses if self.find_unused_parameters else ()
-            torch_private.prepare_again(self.reducer, searched)
+    def prepare_again(self, losses: Sequence[torch.Tensor]) -> None:
+        """Prepare for another backward pass since the last forward pass. A collective, until a
+        forward pass has followed a reduction."""
+        torch_private.prepare_again(self.reducer, losses if self.find_unused_parameters else ())
 
     def leave_world(self) -> None:
         """Become a plain module again and release the group.
@@ -214,7 +212,6 @@ class ElasticDDP(DDP):
             if self.reduction.failure is not None:
                 raise self.reduction.failure  # the script caught it; DDP's pass would not end
             self.reduction.forward_begins()
-            self._is_planned = self.reduction.elements > 0
             if not self.require_backward_grad_sync:
                 self.reduction.accumulates()
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.utils.hooks import RemovableHandle
 
+from elastic.errors import TrainingError
 from elastic.groups.pending import pending_works, queued
 from elastic.hangs.page import SCRIPT, phases
 from elastic.torch_private import NO_BACKWARD, call_after_backward, current_backward
@@ -58,6 +59,8 @@ class Reduction:
         self.elements = 0  # of all gradients reduced in this world
         self.is_late = False  # a backward pass ran one step after its forward pass
         self.is_local = False  # the weights' .grad contains unreduced gradients of this rank
+        self._partial: TrainingError | None = None  # a pass that is not reduced has added to .grad
+        self._is_partial_earlier = False  # in an earlier step
         self.failure: BaseException | None = None  # kept even if the script caught it
         self.works: list[dist.Work] = []  # of this step, on asynchronous devices
         self.is_static = False  # DDP reduces at the end of the first backward pass, and waits there
@@ -102,6 +105,7 @@ class Reduction:
         self.is_done = self._has_spoken = False
         self._has_accumulated = self.has_forward = False
         self.failure = self._matched = None
+        self._is_partial_earlier = self._partial is not None
         self.works.clear()
 
     @property
@@ -112,7 +116,7 @@ class Reduction:
     @property
     def is_complete(self) -> bool:
         """Whether an optimizer may use the gradients: they are reduced."""
-        return self.is_done
+        return self.is_done and self._partial is None
 
     @property
     def hint_of_unreduced(self) -> str:
@@ -138,6 +142,29 @@ class Reduction:
         """Note a forward pass under ``no_sync()``: its gradients are reduced with later ones."""
         self.is_local = self._has_accumulated = True
 
+    def refuse_partial(self) -> None:
+        """Raise TrainingError if a pass has added gradients that are not reduced."""
+        if self._partial is not None:
+            raise self._partial
+
+    def refuse_earlier_partial(self) -> None:
+        """Raise TrainingError if a pass of an earlier step has done so: a death would lose them."""
+        if self._is_partial_earlier:
+            self.failure = self._partial
+            self.refuse_partial()
+
+    def adds_partially(self, kind: str) -> None:
+        """Note that a second backward pass over one forward pass of a ``kind`` has computed
+        gradients of only some of its parameters. DDP sums gradients in buckets of several, so these
+        are not reduced, until a pass over all parameters is."""
+        self._partial = TrainingError(
+            f"a second backward pass over one forward pass of {kind} has computed gradients of "
+            "only some of its parameters: they are not averaged over the ranks",
+            hint="call zero_grad() before the next loss, if they are not used (an actor's loss "
+            "through its critic); else call backward() once, for the sum of the losses, or call "
+            "the wrapped module for each; or run.wrap(model, find_unused_parameters=True)",
+        )
+
     def forward_begins(self) -> None:
         """Note a forward pass of this step that expects a backward pass."""
         self.has_forward = self.is_announced = True
@@ -150,7 +177,8 @@ class Reduction:
     def reduced(self) -> None:
         """Note that a bucket is reduced: this step's gradients and those accumulated before."""
         self.is_done = True
-        self.is_announced = False
+        self.is_announced = self._is_partial_earlier = False
+        self._partial = None  # the sum is reduced
         self.is_late = self.is_late or not self.has_forward
         self.is_local = False
 
@@ -165,7 +193,7 @@ class Reduction:
         Gradients of an earlier reduction are among them: they are the same on all ranks, whose
         weights added up to 1.
         """
-        if not self.is_local or abs(weight - self._weight) <= NEARLY:
+        if not (self.is_local or self._partial) or abs(weight - self._weight) <= NEARLY:
             return 1.0
         return self._weight / weight
 

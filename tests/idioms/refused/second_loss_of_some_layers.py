@@ -1,6 +1,7 @@
 """A second backward pass over one forward pass that reaches only some layers
 
-DDP sums the gradients of a pass in buckets of several parameters, so a pass must reach all of them.
+DDP sums the gradients of a pass in buckets of several parameters, so a pass must reach all of them,
+unless its gradients are cleared before the next update ([TD3](../tests/idioms/scripts/td3.py)).
 
 ```python
 (loss + auxiliary).backward()

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
-from elastic.errors import ConfigError, GroupAborted
+from elastic.errors import ConfigError, GroupAborted, TrainingError
 from elastic.groups.collectives import ReleasableGroup
 from elastic.groups.pending import pending_works
 from elastic.train import ddp
@@ -349,6 +349,67 @@ def test_equal_weights_of_ranks_apply_to_one_without_samples() -> None:
     model.end_step()
     assert pass_over_ones(model, is_reduced=True) == [0.5 * (0.25 + 1)] * 3  # outside of steps
     model.leave_world()
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q1, self.q2 = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.q1(x), self.q2(x)])
+
+
+@pytest.fixture
+def critic(group: None) -> Iterator[ElasticDDP]:
+    """In a step in which a loss has reached all parameters, and then another one some of them."""
+    model = ElasticDDP(Critic())
+    model.enter_world()
+    model.earlier.begin_step()
+    model.begin_step(0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.reduction.is_complete
+    model.module.q1(torch.ones(1, 3)).sum().backward()
+    yield model
+    model.leave_world()
+
+
+def test_gradients_of_a_loss_that_reaches_some_parameters_are_not_used(critic: ElasticDDP) -> None:
+    assert not critic.reduction.is_complete
+    with pytest.raises(TrainingError, match="of Critic has computed gradients of only some"):
+        critic.reduction.refuse_partial()
+
+
+def test_gradients_of_such_a_loss_may_be_cleared(critic: ElasticDDP) -> None:
+    critic.reduction.forget_gradients()  # the step is committed
+    critic.earlier.begin_step()
+    critic.begin_step(0.5)
+    critic.zero_grad()
+    critic(torch.ones(1, 3)).sum().backward()
+    assert critic.reduction.is_complete
+    assert [p.grad.tolist() for p in critic.parameters() if p.grad is not None] == 2 * [
+        [[0.5] * 3],
+        [0.5],
+    ]
+
+
+def test_gradients_of_such_a_loss_are_reduced_with_the_next_ones(critic: ElasticDDP) -> None:
+    critic(torch.ones(1, 3)).sum().backward()
+    assert critic.reduction.is_complete
+    # This rank's share of all passes: reduced gradients are in .grad, too, and count once.
+    assert critic.module.q1.bias.grad is not None and critic.module.q2.bias.grad is not None
+    assert critic.module.q1.bias.grad.tolist() == [0.5 * (0.5 + 1 + 1)]
+    assert critic.module.q2.bias.grad.tolist() == [0.5 * (0.5 + 1)]
+
+
+def test_gradients_of_such_a_loss_of_an_earlier_step_are_refused(critic: ElasticDDP) -> None:
+    """A death would have lost those of its rank."""
+    critic.reduction.forget_gradients()
+    critic.earlier.begin_step()
+    critic.begin_step(0.5)
+    loss = critic(torch.ones(1, 3)).sum()
+    with pytest.raises(TrainingError, match="of Critic has computed gradients of only some"):
+        loss.backward()
 
 
 def test_a_lazy_module_is_refused_until_it_has_shapes() -> None:
