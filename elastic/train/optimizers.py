@@ -37,7 +37,6 @@ from elastic.train.untracked import (
     has_gradient,
     in_backward,
     initializes_state,
-    lbfgs,
     not_tracked,
     outside_of_steps,
     predates_sharding,
@@ -85,8 +84,6 @@ class OptimizerWatch:
         """Add a tracked object."""
         self._objects[name] = tracked
         for optimizer in saved_optimizers(tracked):
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise lbfgs(f"run.track({name}=…)")
             known = self._known_facts(optimizer)
             if known.is_built:
                 continue
@@ -174,7 +171,7 @@ class OptimizerWatch:
             with torch.enable_grad():
                 loss = closure()
             self._prepare(update, known, step)
-            return loss
+            return _searched(loss, known) if isinstance(optimizer, torch.optim.LBFGS) else loss
 
         return _with_closure(args, kwargs, prepared_closure)
 
@@ -301,6 +298,17 @@ class _Known:
         self.sharded = "" if is_known else sharded_parameter(optimizer)
 
 
+def _searched(loss: Any, known: _Known) -> Any:
+    """The loss of a closure over all ranks: LBFGS decides by it how far to go, and whether to
+    stop, which must be the same on all ranks. Weighted as the gradients are."""
+    reductions = [m.reduction for m in known.touched if isinstance(m, ElasticDDP) and m.in_world]
+    if not reductions or reductions[0].order is None:
+        return loss
+    weight = reductions[0].weight
+    (mean,) = reductions[0].order.sum_values([weight * float(loss) if weight else 0.0])
+    return loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
+
+
 def _closure(args: Any, kwargs: Any) -> Closure | None:
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None
@@ -344,6 +352,7 @@ def _check(
     if not reduction.is_complete:
         if initializes_state(optimizer):
             raise outside_of_steps(optimizer)
+        reduction.refuse_partial()
         raise TrainingError(
             f"{kind}.step() at step {step.number} with gradients that were not reduced over "
             "the world",

@@ -276,22 +276,9 @@ def _is_equal(parameter: torch.Tensor, value: torch.Tensor) -> bool:
     return is_alike and torch.equal(value.detach().cpu(), parameter.detach().cpu())
 
 
-def lbfgs(call: str) -> TrainingError:
-    """The error for an LBFGS of the job."""
-    return TrainingError(
-        f"{call}: LBFGS changes its state before gradients are known, so its steps cannot be "
-        "repeated",
-        hint="use another optimizer; to refine a solution at the end, train a copy after run.retry "
-        "has returned: refined = copy.deepcopy(model.module); "
-        "torch.optim.LBFGS(refined.parameters())",
-    )
-
-
 def not_tracked(optimizer: torch.optim.Optimizer, tracked: Mapping[str, object]) -> TrainingError:
     """The error for an optimizer of wrapped parameters that is not tracked. ``tracked``: the
     objects that are."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return lbfgs("LBFGS.step() of a wrapped model")
     if (holder := holder_of(optimizer, tracked)) is not None:
         name, expression = holder
         return TrainingError(

@@ -1,6 +1,6 @@
 """Other optimizers, and `foreach`
 
-Any `torch.optim.Optimizer` except LBFGS works. This script alternates between two of them from
+Any `torch.optim.Optimizer` works. This script alternates between two of them from
 epoch to epoch.
 
 Group: Optimizers and learning rates
