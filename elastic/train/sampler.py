@@ -1122,6 +1122,7 @@ class ElasticSampler(DistributedSampler[int]):
         super().__init__(dataset, world, rank, shuffle, seed, drop_last)
         self.step = 0
         self._order: tuple[int, Order] | None = None
+        self._is_compared = False  # an order of the script, at the end of an epoch
         self._began_with: tuple[int, str] | None = None  # an epoch, and the digest of its order
         self.set_world(rank, world)
 
@@ -1154,6 +1155,22 @@ class ElasticSampler(DistributedSampler[int]):
         Raises :class:`~elastic.ConfigError` at the end of the epoch, which has no further step.
         """
         self.seek(Position(self.epoch, self.step + 1))
+        if self.step == self.plan.steps and not self._is_compared:
+            self._compare_again()
+
+    def _compare_again(self) -> None:
+        """Refuse an order that follows what training changes, at the end of the first epoch."""
+        if not isinstance(self.draw, GivenOrder) or self._order is None:
+            return
+        self._is_compared = True
+        epoch, order = self._order
+        if epoch == self.epoch and self.draw.order(self.seed, epoch).digest != order.digest:
+            raise ConfigError(
+                f"order({epoch}) returns other indices at the end of the epoch than at its "
+                "beginning: a joining node, or a resumed job, could not continue an epoch",
+                hint="compute it from the epoch, or from tracked state that changes only between "
+                "epochs: a tracked copy of the losses, made once before the loop over the loader",
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Start ``epoch``, or stay in the middle of it if it is the resumed one.

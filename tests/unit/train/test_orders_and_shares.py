@@ -158,6 +158,26 @@ def test_a_job_resumes_at_the_beginning_of_an_epoch_with_another_order() -> None
     assert "order" not in one.state_dict()
 
 
+def test_an_order_that_changes_during_an_epoch_is_refused_at_the_end_of_the_first_one() -> None:
+    losses = torch.zeros(N)
+    one = loader(order=lambda epoch: losses.argsort(stable=True), global_batch=5)
+    with pytest.raises(ConfigError, match=r"order\(0\) returns other indices at the end"):
+        for _ in one.batches(0, 1):
+            losses[0] += 1
+            one.advance()
+    assert one.position.step == len(one)
+
+
+def test_an_order_may_change_between_epochs() -> None:
+    losses = torch.zeros(N)
+    one = loader(order=lambda epoch: losses.argsort(stable=True), global_batch=5)
+    for epoch in range(3):
+        one.begin_epoch(epoch)
+        losses[epoch] += 1  # by a script, before its loop
+        for _ in one.batches(0, 1):
+            one.advance()
+
+
 # -- micro-batches --------------------------------------------------------------------------------
 
 
