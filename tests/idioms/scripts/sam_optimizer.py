@@ -1,6 +1,7 @@
 """Sharpness-aware minimisation as a wrapper around an optimizer
 
-The common `SAM(params, base_optimizer, …)` class. Pass its `base_optimizer` to `run.track`.
+The common `SAM(params, base_optimizer, …)` class. Pass its `base_optimizer` to `run.track`, or the
+wrapper, if the script calls `step(closure)` of the wrapper.
 
 Group: Optimizers and learning rates
 """
