@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.request import Request, urlopen
 
-from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 KEYS = {"key": "loopback", "secret": "loopback"}
@@ -27,6 +26,8 @@ class S3Server:
     are answered with a 500. ``requests`` are methods and paths so far."""
 
     def __init__(self) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app  # a second
+
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server(
             "127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet

@@ -241,9 +241,12 @@ def check(sharded: ShardedRuns, way: str, idiom: str, seed: int) -> None:
     assert_results(outcome, alone.result, tolerance=TOLERANCE)
 
 
+# In `make test`: test_trainer_scripts.py and test_mixed_precision.py in replicas,
+# test_optimizer_states.py and generated scripts with run.build.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("idiom", "way"),
-    [IN_SHORT[0], *(pytest.param(*cell, marks=pytest.mark.slow) for cell in IN_SHORT[1:])],
+    IN_SHORT,
 )
 def test_a_death_does_not_change_the_result(sharded: ShardedRuns, way: str, idiom: str) -> None:
     check(sharded, way, idiom, 0)

@@ -6,6 +6,7 @@ the list of its ranks' results, or the first traceback.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # DTensor imports it lazily: import it once here rather than in each rank
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -38,6 +38,7 @@ from checkpoints import loading as exchange
 from checkpoints import storage as storages
 from checkpoints.storage import LocalStorage, MappedFile
 from checkpoints.testing import FaultyStorage
+from elastic.testing.waiting import PATIENCE_S
 
 Result = dict[str, Any]
 NAME = "step-000000001.g0.aa"
@@ -485,7 +486,7 @@ def run_rank(order: Result, rank: int, store: Path) -> Result:
         store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=PATIENCE_S),
     )
     scenario = SCENARIOS[order["scenario"]]
     return scenario(rank, size, Path(order["folder"]), **order["arguments"])
@@ -514,6 +515,8 @@ def serve(line: str) -> list[Result]:
 
 
 if __name__ == "__main__":
+    # DTensor imports it lazily: once here rather than in each rank, and not in the tests' process.
+    importlib.import_module("torch._dynamo")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for request in sys.stdin:
         print(json.dumps(serve(request)), flush=True)

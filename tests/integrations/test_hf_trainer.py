@@ -4,6 +4,7 @@ logs and saves on three undisturbed ranks, with ranks that die and join."""
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import json
 import sys
@@ -18,10 +19,11 @@ import torch
 from elastic.errors import ConfigError
 from elastic.testing.small_world.world import CALLS, STOP, Death, RunOutcome, SmallWorld
 
-pytest.importorskip(
-    "transformers", reason="transformers is not installed: the extra [transformers]"
+# Not imported: each process of pytest collects this file.
+pytestmark = pytest.mark.skipif(
+    None in map(importlib.util.find_spec, ("transformers", "accelerate")),
+    reason="needs torch-elastic-harness[transformers]",
 )
-pytest.importorskip("accelerate", reason="accelerate is not installed: the extra [transformers]")
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "hf_trainer.py"

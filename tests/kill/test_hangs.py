@@ -225,6 +225,7 @@ def accounts(job: TrainingJob, pid: int) -> list[str]:
     return died + [e["failure"] for e in job.journaled("node-arrived") if e["failure"]]
 
 
+@pytest.mark.slow
 def test_a_receive_without_a_sender_is_a_lost_message(job: TrainingJob) -> None:
     job.bring_to(3)
     job.wait_progress(30)

@@ -183,6 +183,7 @@ def test_below_min_nodes_the_job_saves_pauses_and_resumes(
     assert worker_pids([survivor]) == before
 
 
+@pytest.mark.slow
 def test_a_paused_job_resumes_after_the_death_of_its_last_node(
     job: TrainingJob, nodes: list[LocalNode]
 ) -> None:

@@ -218,7 +218,10 @@ def test_a_repeated_step_reads_the_same_from_both_loaders(
     assert done.seen == expected
 
 
-@STYLES
+@pytest.mark.parametrize(
+    ("style", "steps"),
+    [(zipped, 4), (zipped, 9), (one_after_the_other, 4), (endless, 9), (all_in_each_step, 4)],
+)
 def test_a_killed_job_reads_the_same_from_both_loaders(
     style: Callable[[Script], None], steps: int, tmp_path: Path
 ) -> None:
