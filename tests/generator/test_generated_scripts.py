@@ -35,10 +35,8 @@ from shrinking import shrunk, smaller
 
 from elastic.testing.small_world.world import Death
 
-SEEDS = (
-    *range(13),
-    18,
-)  # with each way of going on after a death  # with 200 deaths, a fifth of a second of processor time each
+# With each way to go on after a death; with 200 deaths, a fifth of a second of CPU time each.
+SEEDS = (*range(13), 18)
 SLOW_SEEDS = [seed for seed in range(300) if seed not in SEEDS]
 SOAK_SEEDS = range(1000, 3000)
 
