@@ -70,9 +70,13 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def add_table_or_json(parser: argparse.ArgumentParser) -> None:
-    """``-o table``, ``-o json``."""
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+def add_output(
+    parser: argparse.ArgumentParser,
+    *choices: str,
+    text: str = "output format (default: %(default)s)",
+) -> None:
+    """``-o``, ``--output``; the first choice is the default."""
+    parser.add_argument("-o", "--output", choices=choices, default=choices[0], help=text)
 
 
 # ----------------------------------------------------------------------------

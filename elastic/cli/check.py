@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.child_interpreters import module_command
-from elastic.cli.arguments import CommandParser, add_table_or_json, at_least
+from elastic.cli.arguments import CommandParser, add_output, at_least
 from elastic.errors import SYSTEM_CLOCK, ConfigError
 
 if TYPE_CHECKING:
@@ -737,5 +737,5 @@ def parser() -> argparse.ArgumentParser:
         help="how long a run may take (default: %(default)g)",
     )
     parser.add_argument("--logs", metavar="DIR", help="keep the logs of all runs in this folder")
-    add_table_or_json(parser)
+    add_output(parser, "table", "json")
     return parser

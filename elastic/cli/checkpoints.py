@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from elastic.cli.arguments import CommandParser, add_table_or_json
+from elastic.cli.arguments import CommandParser, add_output
 from elastic.errors import ConfigError
 from elastic.telemetry.log import printable
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=name)
         command.add_argument("folder", help="checkpoint folder or URL")
-        add_table_or_json(command)
+        add_output(command, "table", "json")
         return command
 
     add("ls", "list the committed checkpoints, newest first")

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.cli import arguments
-from elastic.cli.arguments import CommandParser
+from elastic.cli.arguments import CommandParser, add_output
 from elastic.cli.report import rendered, write_report
 from elastic.cli.run import LocalNodes, NodeProcess, StopRequest, stop_on_signals
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, ElasticError
@@ -634,12 +634,8 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic demo``."""
     parser = CommandParser(prog="elastic demo", description=_DESCRIPTION)
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=("table", "json"),
-        default="table",
-        help="json: print the result as one object, and progress on stderr",
+    add_output(
+        parser, "table", "json", text="json: print the result as one object, and progress on stderr"
     )
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     return parser

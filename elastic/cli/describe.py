@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic.cli.arguments import CommandParser, add_job_arguments, nearest
+from elastic.cli.arguments import CommandParser, add_job_arguments, add_output, nearest
 from elastic.cli.status import (
     incident_document,
     names_in,
@@ -54,13 +54,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     )
     add_job_arguments(own, environ, run_help="")
     own.set_defaults(run=None)  # the only job of this machine, or that of --rdzv-id
-    own.add_argument(
-        "-o",
-        "--output",
-        choices=("text", "json"),
-        default="text",
-        help="output format (default: %(default)s)",
-    )
+    add_output(own, "text", "json")
     return own
 
 

@@ -21,7 +21,7 @@ from elastic.child_interpreters import module_command
 from elastic.cli.arguments import (
     CommandParser,
     add_job_arguments,
-    add_table_or_json,
+    add_output,
     at_least,
     options_of,
 )
@@ -499,7 +499,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         metavar="S",
         help="how long to wait for the other nodes (default: %(default)g)",
     )
-    add_table_or_json(parser)
+    add_output(parser, "table", "json")
     return parser
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from elastic.cli.arguments import (
     CommandParser,
     add_options_argument,
+    add_output,
     options_of,
 )
 from elastic.cli.run import node_range
@@ -70,12 +71,12 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="address of the leader or any other node; selects the interface on the route to it",
     )
-    own.add_argument(
-        "-o",
-        "--output",
-        choices=("table", "wide", "json"),
-        default="table",
-        help="wide: also the source of each value (default: %(default)s)",
+    add_output(
+        own,
+        "table",
+        "wide",
+        "json",
+        text="wide: also the source of each value (default: %(default)s)",
     )
     return own
 

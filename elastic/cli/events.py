@@ -19,6 +19,7 @@ from pathlib import Path
 from elastic.cli.arguments import (
     CommandParser,
     add_job_arguments,
+    add_output,
     local_run,
     nearest,
     run_id_of,
@@ -94,12 +95,11 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     own.add_argument(
         "--event", metavar="NAME", action="append", help="only events of this kind; may be repeated"
     )
-    own.add_argument(
-        "-o",
-        "--output",
-        choices=("text", "json"),
-        default="text",
-        help="json: one object per line, with the corrected time in `at` (default: %(default)s)",
+    add_output(
+        own,
+        "text",
+        "json",
+        text="json: one object per line, with the corrected time in `at` (default: %(default)s)",
     )
     return own
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elastic.cli.arguments import CommandParser, add_etcd_arguments, options_of
+from elastic.cli.arguments import CommandParser, add_etcd_arguments, add_output, options_of
 from elastic.cli.view import JobCondition, JobView, Reader, job_store, read_job
 from elastic.errors import SYSTEM_CLOCK, ConfigError
 from elastic.membership.records import Keys
@@ -59,13 +59,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         epilog="exit codes: 0 success, 2 usage, 69 etcd unreachable, or access denied",
     )
     add_etcd_arguments(own, environ)
-    own.add_argument(
-        "-o",
-        "--output",
-        choices=("table", "json"),
-        default="table",
-        help="output format (default: %(default)s)",
-    )
+    add_output(own, "table", "json")
     return own
 
 

@@ -9,7 +9,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic.cli.arguments import CommandParser, add_job_arguments, find_job, nearest, options_of
+from elastic.cli.arguments import (
+    CommandParser,
+    add_job_arguments,
+    add_output,
+    find_job,
+    nearest,
+    options_of,
+)
 from elastic.cli.jobs import read_jobs
 from elastic.cli.view import (
     JobCondition,
@@ -269,13 +276,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         "(default: ELASTIC_JOURNAL, or that of the job on this machine)",
     )
     own.add_argument("-w", "--watch", action="store_true", help="refresh until Ctrl-C")
-    own.add_argument(
-        "-o",
-        "--output",
-        choices=("table", "wide", "json"),
-        default="table",
-        help="output format (default: %(default)s)",
-    )
+    add_output(own, "table", "wide", "json")
     return own
 
 
