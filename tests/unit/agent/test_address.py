@@ -126,7 +126,7 @@ def test_a_network_without_a_local_address_lists_the_local_networks() -> None:
 
 def test_an_address_outside_the_network_is_rejected_with_both() -> None:
     with pytest.raises(ConfigError, match=r"--local-addr=10\.1\.0\.5 and network=172\.30\.0\.0/24"):
-        configured_address("10.1.0.5", "172.30.0.0/24", None, ADDRESSES)
+        configured_address("10.1.0.5", "172.30.0.0/24", ADDRESSES)
 
 
 @pytest.mark.parametrize("network", ["eth1", "10.1.0.0/33", "10.1"])
