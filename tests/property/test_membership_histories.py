@@ -70,6 +70,7 @@ class Machine:
     key_until_s: float = 0.0  # the end of its lease, once it is not renewed
     has_left_record: bool = False  # its key says that it has left, and has no lease
     is_key_deleted: bool = False  # by a leader
+    is_key_lost: bool = False  # in a wiped store
     since_s: float = 0.0
     silent_since_s: float | None = None
     permitted_until_s: float = math.inf  # to train
@@ -109,7 +110,7 @@ class Histories(RuleBasedStateMachine):
     # ── the leader's view ────────────────────────────────────────────────────────────────
 
     def has_key(self, machine: Machine) -> bool:
-        if machine.is_key_deleted:
+        if machine.is_key_deleted or machine.is_key_lost:
             return False
         return self.is_permanent(machine) or machine.renews or self.now < machine.key_until_s
 
@@ -125,6 +126,10 @@ class Histories(RuleBasedStateMachine):
             (),
             self.now,
         )
+
+    def is_unknown(self, machine: Machine) -> bool:
+        """Whether no record tells the leader of this node's end."""
+        return machine.is_key_lost and not self.leader.knows(machine.key)
 
     def advance(self, seconds: float) -> None:
         """Time passes; the leader has received what was written before."""
@@ -179,6 +184,7 @@ class Histories(RuleBasedStateMachine):
                 self.write(decision)
         elif isinstance(decision, End):
             self.check_end(decision, view)
+            assert decision.outcome is Outcome.FAILURE or not self.has_gone_on(), decision.reason
             if revision == len(self.worlds):
                 self.ended = decision
         return decision
@@ -189,7 +195,7 @@ class Histories(RuleBasedStateMachine):
             return
         members = [self.machines[node_id] for node_id in self.world.node_ids]
         is_fine = all(m.record.running == self.world == m.key.running for m in members) and all(
-            (m.record.state is NodeState.FINISHED is m.key.state and self.leader.knows(m.key))
+            (m.record.state is NodeState.FINISHED is m.key.state and not self.is_unknown(m))
             or (m.acts and m.record.state is NodeState.STARTING and m.silent_since_s is None)
             for m in members
         )
@@ -226,6 +232,14 @@ class Histories(RuleBasedStateMachine):
             }
             assert chosen and len(chosen) + len(finished) >= self.policy.min_nodes
 
+    def has_gone_on(self) -> bool:
+        """Whether a member has run a later world than any node that has finished."""
+        assert self.world is not None
+        finished = [m for m in self.machines.values() if m.record.state is NodeState.FINISHED]
+        last = max((m.record.last_run or 0 for m in finished), default=0)
+        members = (self.machines[node_id].record for node_id in self.world.node_ids)
+        return any((record.last_run or 0) > last for record in members)
+
     def check_end(self, end: End, view: View) -> None:
         assert view.world is not None
         if end.outcome is Outcome.FAILURE:  # paused for join_timeout_s
@@ -254,13 +268,13 @@ class Histories(RuleBasedStateMachine):
             assert not chosen or chosen & set(group.node_ids), (
                 f"generation {group.generation} may make progress besides"
             )
-        written = world_of(proposal, self.world, nonce="ab", time_s=0.0)
-        generation = self.world.generation + 1 if self.world else 1
-        self.world = replace(written, generation=generation)
+        self.world = world_of(proposal, self.world, nonce="ab", time_s=0.0)
         self.worlds.append(self.world)
         self.world_since_s = self.now
 
     def set(self, machine: Machine, record: Node) -> None:
+        if (ran := record.running or machine.record.running) is not None:  # as in agent/node.py
+            record = replace(record, ran_generation=ran.generation)
         machine.record = record
         if not machine.writes_late:
             self.write_key(machine)
@@ -469,15 +483,20 @@ class Histories(RuleBasedStateMachine):
             self.a_new_leader_is_elected()
         self.the_leader_decides()
 
-    @precondition(lambda self: any(m.acts and m.record.running for m in self.machines.values()))
+    @precondition(lambda self: self.ended is None)
     @rule()
     def the_store_is_wiped(self) -> None:
-        """Nodes register again and restore the world; the records of those that have ended are
-        lost."""
+        """Nodes register again, and restore the world that they run. If none runs one, the world is
+        lost, and so are the records of nodes that have ended."""
         self.view()
+        runs = [m for m in self.machines.values() if m.process_lives and m.record.running]
+        if runs and not any(m.acts for m in runs):
+            return
+        if not runs:
+            self.world, self.worlds, self.stale = None, [], None
         for machine in self.machines.values():
             if not machine.renews:
-                machine.is_key_deleted = machine.is_key_deleted or self.is_permanent(machine)
+                machine.is_key_lost = self.is_permanent(machine)
                 machine.key_until_s = min(machine.key_until_s, self.now)
 
     @rule()
@@ -552,6 +571,39 @@ class Histories(RuleBasedStateMachine):
             assert self.world is not None and self.world.members
 
     @precondition(lambda self: self.ended is None and len(self.machines) < 12)
+    @rule(worlds=st.integers(0, 2))
+    def all_nodes_leave_and_lose_the_store_and_others_start(self, worlds: int) -> None:
+        """Their workers save the step at which they leave."""
+        leaving = [machine for machine in self.machines.values() if machine.acts]
+        for machine in leaving:
+            self.ask_to_leave(machine)
+        self.the_leader_decides()
+        for machine in leaving:
+            self.silence(machine)
+            machine.reachable = False
+        self.advance(LEASE_S + 1)
+        self.a_new_leader_is_elected(worlds)
+        for _ in range(self.policy.max_nodes):
+            self.a_node_arrives()
+        self.the_job_proceeds(seconds=0.0, adopts=True)
+
+    @precondition(lambda self: self.ended is None and len(self.machines) < 12)
+    @rule()
+    def nodes_join_and_the_others_leave(self) -> None:
+        """They still run the previous world, which does not contain the joining nodes."""
+        for machine in self.machines.values():
+            if machine.acts:
+                self.adopt_world(machine)
+        leaving = [m for m in self.machines.values() if m.acts and m.record.running is not None]
+        for _ in range(self.per_replica):
+            self.a_node_arrives()
+        self.advance(self.policy.last_call_s)
+        self.the_leader_decides()
+        for machine in leaving:
+            self.ask_to_leave(machine)
+        self.the_leader_decides()
+
+    @precondition(lambda self: self.ended is None and len(self.machines) < 12)
     @rule(number=st.integers(0, 8))
     def all_nodes_leave_and_one_agent_hangs(self, number: int) -> None:
         """It renews its lease, and its workers are not ended."""
@@ -586,6 +638,24 @@ class Histories(RuleBasedStateMachine):
             self.a_new_leader_is_elected()
         self.the_leader_decides()
         self.a_node_arrives()
+
+    @precondition(lambda self: self.ended is None)
+    @rule(number=st.integers(0, 8), elects=st.booleans())
+    def a_node_finishes_early_and_the_others_end_in_a_later_world(
+        self, number: int, elects: bool
+    ) -> None:
+        """That is no success of the job: what they have trained since is lost."""
+        self.a_node_finishes_early_and_another_arrives(number, exits=False, elects=False)
+        for _ in range(2):
+            self.the_job_proceeds(seconds=self.policy.join_window_s, adopts=True)
+        for machine in self.machines.values():
+            if machine.acts and machine.record.state is not NodeState.FINISHED:
+                self.silence(machine)
+                machine.process_lives, machine.proved_dead = False, True
+        self.advance(LEASE_S + 1)
+        if elects:
+            self.a_new_leader_is_elected()
+        self.the_leader_decides()
 
     @precondition(lambda self: len(self.machines) < 12)
     @rule(number=st.integers(0, 8))
@@ -627,7 +697,8 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def generations_only_grow(self) -> None:
-        assert [w.generation for w in self.worlds] == list(range(1, len(self.worlds) + 1))
+        generations = [w.generation for w in self.worlds]
+        assert generations == sorted(set(generations))
 
     def teardown(self) -> None:
         """Finally every live node is in the world, or too few are alive, or the job has ended."""

@@ -171,9 +171,7 @@ class InProcessHistories(RuleBasedStateMachine):
             or self.now >= (m.silent_since_s or math.inf) + limit_s
             for m in self.members
             if m.steps
-        ) and all(
-            m.record.running is None or m.record.running.generation <= last for m in self.members
-        )
+        ) and all((m.record.last_run or 0) <= last for m in self.members)
 
     def check(self, proposal: Proposal, view: View, is_fresh: bool) -> None:
         present = {n.node.node_id: n for n in view.nodes}
@@ -287,9 +285,11 @@ class InProcessHistories(RuleBasedStateMachine):
         self.written += 1
 
     def put(self, machine: Machine, **fields: object) -> None:
-        before = machine.record.state
-        machine.record = replace(machine.record, **fields)  # type: ignore[arg-type]
-        if machine.record.state is not before:
+        before = machine.record
+        machine.record = replace(before, **fields)  # type: ignore[arg-type]
+        if (ran := machine.record.running or before.running) is not None:  # as in agent/node.py
+            machine.record = replace(machine.record, ran_generation=ran.generation)
+        if machine.record.state is not before.state:
             machine.since_s = self.now
 
     def pick(self, number: int, *, steps: bool) -> Machine | None:
