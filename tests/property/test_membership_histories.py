@@ -623,9 +623,9 @@ class Histories(RuleBasedStateMachine):
             self.set(machine, replace(machine.record, state=NodeState.FINISHED))
 
     @precondition(lambda self: len(self.machines) < 12)
-    @rule(number=st.integers(0, 8), exits=st.booleans(), elects=st.booleans())
+    @rule(number=st.integers(0, 8), exits=st.booleans(), elects=st.booleans(), wipes=st.booleans())
     def a_node_finishes_early_and_another_arrives(
-        self, number: int, exits: bool, elects: bool
+        self, number: int, exits: bool, elects: bool, wipes: bool = False
     ) -> None:
         """The others may train on for long."""
         machine = self.pick(number, running=True)
@@ -634,10 +634,24 @@ class Histories(RuleBasedStateMachine):
             self.silence(machine)
             machine.process_lives, machine.proved_dead = False, True
             self.advance(LEASE_S + 1)
-        if elects:
-            self.a_new_leader_is_elected()
-        self.the_leader_decides()
+        for _ in range(1 + elects):  # what a leader deletes, its successor does not know
+            if elects:
+                self.a_new_leader_is_elected()
+            self.the_leader_decides()
+        if wipes and self.ended is None:
+            self.the_store_is_wiped()
+            self.the_leader_decides()
         self.a_node_arrives()
+
+    @precondition(lambda self: self.ended is None)
+    @rule()
+    def all_workers_fail_as_the_store_is_wiped(self) -> None:
+        """Only the nodes know how many worlds there have been."""
+        for number in range(len(self.machines)):
+            self.workers_fail(number)
+            self.workers_fail(0)
+        self.the_store_is_wiped()
+        self.the_leader_decides()
 
     @precondition(lambda self: self.ended is None)
     @rule(number=st.integers(0, 8), elects=st.booleans())
@@ -645,7 +659,8 @@ class Histories(RuleBasedStateMachine):
         self, number: int, elects: bool
     ) -> None:
         """That is no success of the job: what they have trained since is lost."""
-        self.a_node_finishes_early_and_another_arrives(number, exits=False, elects=False)
+        self.workers_finish(number)
+        self.workers_fail(number + 1)
         for _ in range(2):
             self.the_job_proceeds(seconds=self.policy.join_window_s, adopts=True)
         for machine in self.machines.values():
