@@ -523,11 +523,11 @@ UNREADABLE = st.tuples(
     st.builds(
         Fault,
         st.just(errno.EIO),
-        st.integers(0, 3),
+        st.integers(0, 1),
         st.just(FOREVER_S),
         st.sampled_from(["", "open", "read"]),
     ),
-    st.integers(0, 2),
+    st.integers(0, 3),
 )
 DAMAGE = st.tuples(st.integers(0, 20), st.sampled_from(DAMAGES))
 EVENTS = st.one_of(
@@ -539,6 +539,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("restart in"), FAULTS),
     st.tuples(st.just("restart in"), UNREADABLE),
     st.tuples(st.just("restart in"), UNLISTED),
+    st.tuples(st.just("save in"), UNREADABLE),
     st.tuples(st.just("others"), st.sampled_from([0, ONE_BYTES // 2, 2 * ONE_BYTES])),
     st.tuples(st.just("repair"), st.none()),
     st.tuples(st.just("damage"), DAMAGE),
@@ -577,7 +578,12 @@ def test_no_history_loses_what_was_reported_as_saved(
 
 def _apply(job: Job, kind: str, value: Any) -> None:
     by_engine = kind.endswith("engine")
-    if kind.startswith("save"):
+    if kind in ("restart in", "save in"):
+        fault, only_at = value
+        job.begin_fault(fault, only_at=only_at)
+        job.restart() if kind == "restart in" else job.save(1)
+        job.repair()
+    elif kind.startswith("save"):
         writers, steps, seconds = value
         job.save(writers, steps=steps, seconds=seconds, by_engine=by_engine)
     elif kind.startswith("kill"):
@@ -592,11 +598,6 @@ def _apply(job: Job, kind: str, value: Any) -> None:
         job.begin_fault(fault, only_at=only_at)
     elif kind == "others":
         job.others_bytes = value
-    elif kind == "restart in":
-        fault, only_at = value
-        job.begin_fault(fault, only_at=only_at)
-        job.restart()
-        job.repair()
     elif kind == "damage":
         job.damage(*value)
     elif kind == "damage all":
