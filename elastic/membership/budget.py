@@ -122,14 +122,18 @@ def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> t
 # - As many worlds ended without a step, over the budget's whole window or longer; of worlds that
 #   wait for torch's default time limits, three. Only then do groups of live members that cannot be
 #   built count: the network may return, and each attempt takes seconds.
+# - The script exited in the same way, without an exception, after the same time, three times in a
+#   row, and steps are not known.
 #
-# A healthy world resets everything: one that made ``healthy_steps``, or lasted ``healthy_s`` if
-# steps are not known (restart mode).
+# A healthy world resets everything else: one that made ``healthy_steps``, or lasted ``healthy_s``
+# if steps are not known (restart mode).
 
 _KILLED = (-9, -15)  # SIGKILL, SIGTERM: from outside
 _WRONG_USAGE = 2  # argparse's exit code
 # By how much a rank may be ahead of the reporting one: ranks differ by one step at most.
 _STEP_AHEAD = 1
+# Worlds that last this much longer than others have not lasted equally long.
+_SAME_TIME = 1.1
 # The shortest of torch's default time limits, of a collective on NCCL.
 _SLOW_S = 600.0
 # One or two steps may only be a late report.
@@ -298,6 +302,7 @@ def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> S
         _no_state_left(history)
         or _same_error_at_one_step(history, policy)
         or _same_error_in_a_row(history, policy)
+        or _same_exit_after_the_same_time(history, policy)
         or _budget_spent(history, now, policy)
         or _no_step_made(history, policy)
     )
@@ -360,6 +365,31 @@ def _same_error_in_a_row(history: Sequence[Breakage], policy: FailureBudget) -> 
                 f"the script failed {len(row)} times in a row with the same error: {error.text}"
             )
             return _stop(reason, row[0])
+    return None
+
+
+def _same_exit_after_the_same_time(
+    history: Sequence[Breakage], policy: FailureBudget
+) -> StopJob | None:
+    """The script has exited with one code and without an exception, each time after the same time.
+
+    As one does that handles the error of a collective that has timed out, after half an hour, and
+    calls sys.exit(1). Where steps are not known, such a world looks healthy.
+    """
+    row = history[-policy.same_error :]
+    lived_s = [breakage.lived_s for breakage in row]
+    is_known = any(breakage.steps is not None for breakage in row)
+    if len(row) < policy.same_error or is_known or max(lived_s) > _SAME_TIME * min(lived_s):
+        return None
+    codes = [{*_script_errors(b)} if b.is_failure else set() for b in row]
+    for failure in row[-1].failures:
+        code = f"exit {failure.exit_code}"
+        if not failure.text and all(code in exits for exits in codes):
+            reason = (
+                f"the script exited {len(row)} times in a row with exit code {failure.exit_code} "
+                f"(on {failure.node}) and without an exception, after {lived_s[-1]:.0f} s each time"
+            )
+            return _stop(reason, row[-1])
     return None
 
 

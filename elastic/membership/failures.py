@@ -624,7 +624,9 @@ def _first_match(text: str) -> tuple[Rule, str] | None:
         return None
     lines = [line.strip() for line in exception_of(text).splitlines() if line.strip()]
     name = exception_name(text)
-    kind = getattr(builtins, name, None)
+    builtin = getattr(builtins, name, None)  # `open`, for a text such as "open: no such file"
+    is_error = isinstance(builtin, type) and issubclass(builtin, BaseException)
+    kind = builtin if is_error else None
     pairs = [(_QUOTED.sub("''", line), line) for line in lines]
     is_quote, may_be_a_peer = _quotes_values(kind), _may_be_a_peer(name, kind)
     for rule in RULES:

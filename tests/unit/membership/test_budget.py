@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -259,6 +260,35 @@ def test_a_group_that_an_unmodified_script_cannot_build_ends_the_job(error: str)
     assert "all ports must be open" in stop.reason
     trained = broke(RESET, lived_s=1800.0, at_s=attempts[1].at_s)
     assert judge(attempts[0], trained, attempts[2]) is None
+
+
+def exits(*lived_s: float, code: int = 1, text: str | None = None) -> list[Breakage]:
+    """An unmodified script, each of whose worlds has lasted that long."""
+    ended_at_s, failure = itertools.accumulate(lived_s), failed(text, code)
+    lives = zip(lived_s, ended_at_s, strict=True)
+    return [broke(failure, lived_s=lasted_s, at_s=at_s) for lasted_s, at_s in lives]
+
+
+def test_exits_without_an_exception_after_the_same_time_end_the_job() -> None:
+    """The script handles the error of a collective that timed out, and calls sys.exit(1)."""
+    assert judge(*exits(1812.0, 1805.0)) is None
+    stop = judge(*exits(1812.0, 1805.0, 1809.0))
+    assert stop is not None and stop.exit_code == 1
+    assert "3 times in a row with exit code 1 (on n1) and without an exception" in stop.reason
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        exits(1812.0, 4000.0, 1809.0),
+        [*exits(1812.0, 1805.0), *exits(1809.0, code=3)],
+        exits(1812.0, 1805.0, 1809.0, code=-9),
+        exits(1812.0, 1805.0, 1809.0, text="ValueError: boom"),
+        [replace(b, steps=500) for b in exits(1812.0, 1805.0, 1809.0)],
+    ],
+)
+def test_other_failures_after_half_an_hour_each_end_no_job(history: list[Breakage]) -> None:
+    assert judge(*history) is None
 
 
 def test_attempts_of_minutes_end_the_job_by_their_number() -> None:

@@ -58,6 +58,12 @@ def test_an_unknown_error_text_means_restart() -> None:
     assert ours.evidence == "exit code 3"
 
 
+@pytest.mark.parametrize("text", ["exit", "open: no such file", "print: a queue is full"])
+def test_a_text_that_begins_with_a_name_of_python_has_a_verdict(text: str) -> None:
+    """These names are of functions, and of no exceptions."""
+    assert judge_failure(FailureFacts(text=text, exit_code=1)).action is Action.RESTART
+
+
 def test_an_oom_kill_is_identified() -> None:
     verdict = judge_failure(FailureFacts(exit_code=-signal.SIGKILL, is_oom_kill=True))
     assert verdict.rule == "host-out-of-memory" and verdict.evidence == "SIGKILL"
