@@ -161,11 +161,18 @@ SCRIPTS: dict[str, Options] = {
         "epochs": 2,
         "trainer": {"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1},
     },
+    "overfitting": {"epochs": 3, "trainer": {"overfit_batches": 4}},
     "limits": {"epochs": 2, "trainer": {"limit_train_batches": 4, "max_steps": 6}},
 }
 
 
-SLOW = {"two optimizers", "loaders of each epoch", "limits", "several loaders, averaged weights"}
+SLOW = {
+    "two optimizers",
+    "loaders of each epoch",
+    "limits",
+    "overfitting",
+    "several loaders, averaged weights",
+}
 
 
 @pytest.mark.parametrize(
