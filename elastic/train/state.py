@@ -526,11 +526,11 @@ def _resizes(module: nn.Module, key: str, saved: Mapping[str, Any]) -> bool:
 
 def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) -> list[str]:
     """Compare parameter groups. Optimizers check them, too, but only while loading, after the model
-    was changed."""
-    if not isinstance(tracked, torch.optim.Optimizer):
+    was changed. One of the script's own class may save its state in another form (Lookahead)."""
+    if not isinstance(tracked, torch.optim.Optimizer) or "param_groups" not in saved:
         return []
     own = [len(group["params"]) for group in tracked.param_groups]
-    other = [len(group["params"]) for group in saved.get("param_groups", [])]
+    other = [len(group["params"]) for group in saved["param_groups"]]
     if own == other:
         return []
     return [
