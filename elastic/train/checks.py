@@ -170,12 +170,20 @@ def _parsed(code: CodeType, file: str) -> ast.AST:
 
 
 def state_of_place(user: Mapping[str, object]) -> dict[str, object]:
-    """The entries of ``run.state`` in ``at=…`` of the call of run.once that is being made, unless
-    the script decides by the entry whether it makes the call."""
+    """The entries of ``run.state`` in ``at=…`` of the call of run.once that is being made, or in
+    the variables there, unless the script decides by the entry whether it makes the call. Their
+    values are those of the variables, if the entry may have changed since."""
     for frame in frames_of_script(sys._getframe(1)):
         for place, conditions in _place_of_once(frame) if frame is not None else ():
-            keys = _strings(place).difference(*map(_strings, conditions))
+            assert frame is not None
+            given = _assigned_to(place, tree_of(frame))
+            decides = {key for each in conditions for key in _entries(each, tree_of(frame))}
+            keys = _entries(place, tree_of(frame)) - decides
             named = {key: user[key] for key in keys if key in user}
+            known = _locals(frame) if given and frame.f_code.co_flags & inspect.CO_OPTIMIZED else {}
+            for name, value in given:
+                if name in known and (key := _entry(value)) in named:
+                    named[key] = known[name]
             return {k: value for k, value in named.items() if isinstance(value, (int, str))}
     return {}
 
@@ -188,6 +196,33 @@ def _place_of_once(frame: FrameType) -> Iterator[tuple[ast.expr, list[ast.expr]]
     for call in around:
         if isinstance(call, ast.Call) and _name_of(call.func) == "once":
             yield from ((k.value, conditions) for k in call.keywords if k.arg == "at")
+
+
+def _assigned_to(expression: ast.expr, tree: ast.AST) -> list[tuple[str, ast.expr]]:
+    """The variables in an expression, and what the function assigns to each."""
+    names = {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)}
+    given: list[tuple[str, ast.expr]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            given += [(_stored(target), node.value) for target in node.targets]
+        elif isinstance(node, (ast.NamedExpr, ast.AnnAssign)) and node.value is not None:
+            given.append((_stored(node.target), node.value))
+    return [(name, value) for name, value in given if name in names]
+
+
+def _entries(expression: ast.expr, tree: ast.AST) -> set[str]:
+    """The keys in an expression, and in what is assigned to its variables."""
+    given = [value for _, value in _assigned_to(expression, tree)]
+    return _strings(expression).union(*map(_strings, given))
+
+
+def _entry(value: ast.expr) -> str:
+    """The key of an expression that is an entry: ``state["key"]``, or ``state.get("key", 0)``."""
+    key = value.slice if isinstance(value, ast.Subscript) else None
+    if isinstance(value, ast.Call) and _name_of(value.func) in ("get", "setdefault") and value.args:
+        key = value.args[0]
+    is_string = isinstance(key, ast.Constant) and isinstance(key.value, str)
+    return key.value if is_string else ""  # type: ignore[union-attr]
 
 
 def _is_at(node: ast.If | ast.Call, line: int) -> bool:

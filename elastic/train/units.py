@@ -89,13 +89,15 @@ class Units(Hook):
         self._bootstrap.enter_loop()
         if self._current.step is not None or self._current.accumulation.since is not None:
             return self._in_step(function)
+        named = {} if at is None or self._named is None else state_of_place(self._job.user)
+        moved = {key: value for key, value in named.items() if self._job.user[key] != value}
         record = self._finished(name, at)
         if record is None:
             record = self._complete(name, function, at)
         elif self._session.strategy.can_roll_back:
             self._progress.replay_unit(record.parts)
-        if at is not None and self._named is not None:
-            self._named[name] = state_of_place(self._job.user)
+        if self._named is not None:  # the work itself may change what names it
+            self._named[name] = {key: self._job.user.get(key) for key in named} | moved
         if self._interrupted is not None and self._interrupted[0] == name:
             self._interrupted = None
         # Random numbers after it are the same whether it was skipped or not.
@@ -103,8 +105,8 @@ class Units(Hook):
         return copied(record.value)
 
     def _in_step(self, function: Callable[[], Any]) -> Any:
-        """Work that is a part of the current step. Where its loop was left, other strategies have
-        committed the step: the work draws the same random numbers."""
+        """Work that is a part of the current step. Where its loop was left, it draws the same
+        random numbers on all ranks, as between steps."""
         is_left, progress = self._current.inside is None, self._job.progress
         if is_left:
             seed_all(derive_seed(self._job.seed, _UNIT, progress.units))

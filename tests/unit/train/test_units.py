@@ -16,6 +16,7 @@ import checkpoints
 from elastic.errors import ConfigError, TrainingError
 from elastic.train import rollback
 from elastic.train.folder import Checkpoints
+from elastic.train.run import Run
 
 
 def times_called(calls: list[str], name: str) -> Callable[[], int]:
@@ -83,6 +84,76 @@ def test_a_place_that_the_script_changes_before_its_loop_is_refused() -> None:
         script = job(run)
         run.retry(train, is_first=False)
         assert run.state["round"] == 2
+
+
+def changed_after_the_call(run: Run) -> None:
+    number = run.state["round"]
+    run.once("start", lambda: None, at=number)
+    run.state["round"] += 1
+
+
+def changed_before_the_call(run: Run) -> None:
+    number = run.state.get("round", 0)
+    run.state["round"] += 1
+    run.once("start", lambda: None, at=number)
+
+
+def part_of_a_name(run: Run) -> None:
+    number = run.state["round"] + 1
+    run.once("start", lambda: None, at=f"round {number}")
+    run.state["round"] += 1
+
+
+def changed_by_the_work(run: Run) -> None:
+    """Where the function is called again, the entry is shown as it was before the work."""
+    number = run.state["round"]
+    run.once("start", lambda: run.state.update(round=number + 1), at=number)
+
+
+def due_by_the_state(run: Run) -> None:
+    due = run.state["round"]
+    if due == 0:
+        run.once("start", lambda: None, at=due)
+        run.state["round"] = 1
+
+
+def unchanged(run: Run) -> None:
+    number = run.state["round"]
+    run.once("start", lambda: None, at=number)
+    run.state["other"] = number
+
+
+@pytest.mark.parametrize(
+    ("begin", "is_refused"),
+    [
+        (changed_after_the_call, True),
+        (changed_before_the_call, True),
+        (part_of_a_name, True),
+        (changed_by_the_work, False),
+        (due_by_the_state, False),
+        (unchanged, False),
+    ],
+)
+def test_a_place_in_a_variable_is_that_of_the_entry_from_which_it_comes(
+    begin: Callable[[Run], None], is_refused: bool
+) -> None:
+    with process() as run:
+        script = job(run)
+        run.state["round"] = 0
+
+        def train() -> None:
+            begin(run)
+            for _ in run.epochs(1):
+                for x, y in script.loader:
+                    script.update(x, y)
+
+        if is_refused:
+            with pytest.raises(TrainingError, match=r"run\.state\['round'\], which has changed"):
+                run.retry(train)
+            assert steps_of_job(run) == 0
+        else:
+            run.retry(train)
+            assert steps_of_job(run) == STEPS_PER_EPOCH
 
 
 def test_work_in_a_step_is_a_part_of_it() -> None:
