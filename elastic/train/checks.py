@@ -866,6 +866,80 @@ def refuse_break(*, is_enumerated: bool = True, is_in_retry: bool = True) -> Non
         return  # the loop is in the innermost frame
 
 
+def refuse_break_after_commit() -> bool:
+    """Raise TrainingError if the loop of the current call of run.commit is left after it: a fault
+    before that would resume the loop with the step after the one in which it is to be left.
+
+    Returns whether the script itself makes the call, and not a framework.
+    """
+    is_script = False
+    for frame in frames_of_script(sys._getframe(1)):
+        if frame is None or LIBRARIES in frame.f_code.co_filename:
+            break
+        is_script = True
+        if (loop := _loop_around(tree_of(frame), frame.f_lineno)) is not None:
+            if (left := _left_after(loop, frame.f_lineno)) is not None:
+                raise _refusal_of_break_after_commit(left)
+            break
+    return is_script
+
+
+def follows_its_loop() -> bool:
+    """Whether the current call of run.commit follows a loop that calls ``next()``, in its function.
+    (A loop over micro-batches is followed by the update, too.)"""
+    frame = next(frames_of_script(sys._getframe(1)), None)
+    return frame is not None and _follows_a_loop(tree_of(frame), frame.f_lineno)
+
+
+@functools.lru_cache(maxsize=16)
+def _follows_a_loop(tree: ast.AST, line: int) -> bool:
+    outer = _loop_around(tree, line)
+    begins, ends = 0 if outer is None else outer.lineno, 0
+    for node in ast.walk(tree):
+        is_before = isinstance(node, (ast.For, ast.While)) and begins < node.lineno
+        if is_before and (node.end_lineno or line) < line and _calls_named(node, "next"):  # type: ignore[attr-defined]
+            ends = max(ends, node.end_lineno or 0)  # type: ignore[attr-defined]
+    updates = (n.lineno for n in ast.walk(tree) if _is_call_of(n, "step"))  # type: ignore[attr-defined]
+    return bool(ends) and not any(ends < update < line for update in updates)
+
+
+def _calls_named(tree: ast.AST, name: str) -> bool:
+    return any(_is_call_of(node, name) for node in ast.walk(tree))
+
+
+def _is_call_of(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and _name_of(node.func) == name
+
+
+@functools.lru_cache(maxsize=16)
+def _loop_around(tree: ast.AST, line: int) -> ast.For | ast.While | None:
+    """The innermost loop around a line."""
+    loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))]
+    around = [loop for loop in loops if _is_in_body(line, loop)]
+    return max(around, key=lambda loop: loop.lineno, default=None)
+
+
+@functools.lru_cache(maxsize=16)
+def _left_after(loop: ast.For | ast.While, line: int) -> ast.If | None:
+    """The condition on which the loop is left after a line in its body."""
+    for node in _within(loop.body):
+        is_left = isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Break, ast.Return))
+        if is_left and node.lineno > line:  # type: ignore[attr-defined]
+            return node  # type: ignore[return-value]
+    return None
+
+
+def _refusal_of_break_after_commit(left: ast.If) -> TrainingError:
+    way_out, test = "break" if isinstance(left.body[-1], ast.Break) else "return", left.test
+    return TrainingError(
+        f"`if {ast.unparse(test)}: {way_out}` after run.commit(): a fault between them resumes the "
+        "loop with the next step, and trains that one, too",
+        hint=f"leave the loop before run.commit(), so that the step ends with the code after the "
+        "loop; or, if what follows the commit decides, keep the decision in run.state, and check "
+        f"it at the beginning of the loop's body, before the update:\n    if …:\n        {way_out}",
+    )
+
+
 def _counts_of_head(loop: ast.For, *, is_enumerated: bool) -> Iterator[str]:
     """The first of several targets, if it counts from a constant."""
     called = loop.iter if isinstance(loop.iter, ast.Call) else None

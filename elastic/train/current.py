@@ -105,7 +105,6 @@ class CurrentStep:
         self.step: Step | None = None  # begun, and neither committed nor dropped
         self.accumulation = Accumulation()
         self.is_committing = False  # dropped, but the last commit is still the one before it
-        self.last_left: Step | None = None  # the step in which the script left its last loop
         # The step before which this rank has announced whether it leaves its world.
         self.announced_for: int | None = None
         self._loader: ElasticLoader | None = None  # None: data that the script distributes itself

@@ -20,7 +20,9 @@ from elastic.hangs.page import DATA, SCRIPT, phases
 from elastic.telemetry.log import get_logger
 from elastic.torch_private import not_compiled
 from elastic.train.checks import (
+    follows_its_loop,
     refuse_break,
+    refuse_break_after_commit,
     refuse_range,
     refuse_states_of_shards,
     refuse_subclasses,
@@ -432,6 +434,8 @@ class StepLoop:
         self.generators = EarlierGenerators()
         self._has_warned_of_counts = False
         self.left_held: Step | None = None  # its iterator ends if the script requests more
+        self.committed_early: Step | None = None  # by run.commit(), and nothing was requested since
+        self.is_limited = False  # the current pass resumes up to the same step: islice(loader, n)
         self._ended: World | None = None  # the world whose end was raised in the script
 
     # -- loops --------------------------------------------------------------------------------
@@ -450,6 +454,7 @@ class StepLoop:
         """Begin the next epoch, at the script's request."""
         # A step that is committed only now ends after the code that follows the epoch's loop: its
         # boundary belongs to the next epoch, or that code would run again after a fault.
+        self._refuse_left_after_commit()
         self._job.progress.epoch += 1
         self._job.progress.place = EPOCHS
         self._leave_held()
@@ -475,11 +480,11 @@ class StepLoop:
         """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
         self._session.in_training(True)
         self.end_left_loop(ends_pass=not self.scope.owns_epochs)
+        self._refuse_left_after_commit()
         is_rest = loader.rest_is_reached and self._has_no_batch_left(loader)
         self._progress.begin_pass(self._job.name_of(loader), is_known=is_rest)
         # Not only before the next step: at the end of an epoch, an evaluation comes before it.
         self._commits.call_back_again()
-        self.current.last_left = None
         if self.scope.owns_epochs:
             phases.plan_steps(self.scope.plan(id(loader), len(loader)))
             loader.begin_epoch(self._job.progress.epoch)
@@ -517,6 +522,13 @@ class StepLoop:
                 self.scope.passes += 1
                 self.scope.begun.add(id(loader))
             self.call_back_again()
+
+    def _refuse_left_after_commit(self) -> None:
+        """Raise TrainingError if the script has left a pass in which it holds the iterator after
+        run.commit(), and trains on: a fault between them would resume that pass."""
+        step, self.committed_early = self.committed_early, None
+        if step is not None:
+            raise _left_after_commit(step)
 
     def _has_no_batch_left(self, loader: ElasticLoader) -> bool:
         """Whether the pass resumes at the end of its epoch."""
@@ -569,14 +581,6 @@ class StepLoop:
             elif step is None and loader.position.step < len(loader):
                 self.early_leave.leave()
             self.current.leave(loader)
-            if self._session.strategy.ends_left_loops:
-                self.current.last_left = self.current.step
-                # If a reduction failed, the next loop ends it instead, since it can raise: Python
-                # only prints exceptions raised here, where the loop's generator is closed. So
-                # does the next one if an exception may have left the step before its update.
-                has_failed = any(m.reduction.failure for m in self._job.modules.values())
-                if not has_failed and not self._is_used_only(step):
-                    self._end_left()
 
     def _leave_held(self) -> None:
         """Leave a loop whose iterator outlives it, in an attribute or a variable of the module."""
@@ -730,7 +734,6 @@ class StepLoop:
         if not self._checkpoints.is_open:
             return
         halt.at_boundary()
-        self.current.last_left = None
         replica = self.lifecycle.replica
         received = self._checkpoints.at_boundary(self._job, replica.whole)
         self._session.strategy.at_boundary(received)
@@ -753,9 +756,23 @@ class StepLoop:
                 module.require_backward_grad_sync = is_last
 
     def commit_early(self, *, changes_follow: bool) -> None:
-        """Commit the current step at the script's request: what follows belongs to no step."""
-        loader = self.current.loader
+        """Commit the current step at the script's request: what follows belongs to no step. A step
+        in which a loop was left ends with the code that follows the loop, even then: the loop would
+        resume with the step after it."""
+        if self.current.inside is None:
+            return
+        step, loader = self.current.step, self.current.loader
+        is_script = loader is not None and self.resumes and refuse_break_after_commit()
+        is_in_middle = loader is not None and loader.position.step + 1 < len(loader)
+        is_alone = self.current.accumulation.since is None
+        if is_script and is_alone and step is not None and follows_its_loop():
+            if is_in_middle:
+                raise _left_after_commit(step)
+            self._leave_held()  # no batch is left
+            return
         self.commit()
+        if is_script and is_in_middle and not self.is_limited:
+            self.committed_early = step
         if changes_follow:
             self._progress.script_has_run()
         if loader is not None and self.current.accumulation.since is None:
@@ -844,6 +861,18 @@ def _no_training(step: Step) -> TrainingError:
         "is a training step of the job: a recovery would resume this pass in its middle",
         hint="evaluate with run.shard(DataLoader(…)); for torch.optim.swa_utils.update_bn and "
         "other passes over the data, use the plain DataLoader",
+    )
+
+
+def _left_after_commit(step: Step) -> TrainingError:
+    return TrainingError(
+        f"run.commit() ends step {step.number}, but its loop is left there, before the end of the "
+        "epoch: a fault in the code after the loop would resume the loop with the step after it",
+        hint="let the loop request its batches, and omit run.commit() after it:\n"
+        "    for i, batch in enumerate(loader, start=loader.index):\n"
+        "        …\n"
+        "        if is_done:\n"
+        "            break",
     )
 
 
@@ -1006,6 +1035,7 @@ def steps(
             yield step
             if step is loop.left_held:
                 return
+            loop.committed_early = None
             del step
             if loop.lifecycle.world is not world:
                 raise created_too_early()  # created by an attempt that has ended
@@ -1077,6 +1107,7 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
     counts = consumer.counts_from in (0, 1) and not knows_index
     if loop.resumes and not knows_index:
         refuse_break(is_enumerated=counts, is_in_retry=loop.scope.in_retry)
+    loop.is_limited = consumer.takes is not None and not knows_index
     rates: CountedRates | None = None
     limit = functools.partial(_batches_of_pass, loop, loader, consumer, may_subtract=knows_index)
     with closing(steps(loop, loader, limit)) as left:

@@ -513,16 +513,7 @@ class RankProgress:
             earlier.forget()
 
     def roll_back(self) -> bool:
-        """Return to the last boundary. Returns False if that is impossible, or if the current step
-        may be complete.
-
-        A loop left by `break` looks like one left by an exception, and its step counts if an
-        optimizer stepped. But after an exception, the script's code after the update (a scheduler
-        step) has not run.
-        """
-        last_left = self._current.last_left
-        if last_left is not None and last_left.optimizer_stepped:
-            return False
+        """Return to the last boundary. Returns False if that is impossible."""
         if not self.rollback.restore():
             return False
         self._current.drop_uncommitted()

@@ -53,7 +53,6 @@ class InProcess:
     """The strategy within ``run.retry`` if an agent announces worlds over its link."""
 
     waits_for_registration = True
-    ends_left_loops = False
     can_roll_back = True
     can_recover = True
 
@@ -425,7 +424,6 @@ class Restart:
     """The strategy for scripts without ``run.retry``, and for launchers without in-process mode."""
 
     waits_for_registration = False
-    ends_left_loops = True
     is_state_held_elsewhere = False
     can_recover = False
 

@@ -178,7 +178,7 @@ class Attempts:
         self._session.listeners.begin_attempt(is_again=is_again)
         self._modes.begin_attempt(is_again=is_again)
         self.units.begin_attempt()
-        self._scope.passes = 0
+        self._scope.passes, self._loop.committed_early = 0, None
         self._scope.begun.clear()
         if not is_again:
             self._random.take()
@@ -1299,8 +1299,10 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         after everything that the step changes: a fault that interrupts the rest of the loop's body
         does not repeat it. ``changes_follow``: pass False if the code between this call and the
         next step changes no state of the job, except in :meth:`once`: its state is then read once
-        per step instead of twice. Without a current step, the call has no effect. Raises
-        TrainingError if some of the step's micro-batches are missing.
+        per step instead of twice. Without a current step, the call has no effect; nor after a loop
+        over a loader that was left by `break`, whose last step ends when the next loop begins.
+        Raises TrainingError if some of the step's micro-batches are missing, and for a `break`
+        after the call: a fault between them would resume the loop.
         """
         self._parts.loop.commit_early(changes_follow=changes_follow)
 

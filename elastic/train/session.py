@@ -70,11 +70,6 @@ class RecoveryStrategy(Protocol):
     def can_roll_back(self) -> bool:
         """Whether the state of the last commit may be needed: by peers, or for a checkpoint."""
 
-    @property
-    def ends_left_loops(self) -> bool:
-        """Whether a loop that was left is ended at once: the script can continue only after a
-        `break` or `return`."""
-
     def before_step(self, step: Step) -> None:
         """Raise WorldChanged if another world must be entered before ``step``."""
 

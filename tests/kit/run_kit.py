@@ -58,7 +58,10 @@ class Job:
                 self.update(x, y)
                 done += 1
                 if stop_after is not None and done == stop_after:
-                    return done
+                    break
+            if done == stop_after:
+                break
+        parts_of(self.run).loop.end_left_loop()  # as the next loop does
         return done
 
     def weights(self) -> torch.Tensor:

@@ -266,6 +266,150 @@ def test_without_counted_epochs_the_next_pass_begins_at_0() -> None:
             assert i == STEPS - 1
 
 
+LAST = 2  # the step in which the next loops are left
+
+
+def left_by_break(script: Job) -> None:
+    for i, (x, y) in enumerate(script.loader, start=script.loader.index):
+        script.update(x, y)
+        if i == LAST:
+            break
+
+
+@pytest.mark.parametrize("in_retry", [True, False])
+def test_a_step_in_which_a_loop_is_left_ends_with_the_code_after_it(in_retry: bool) -> None:
+    """Also with run.commit(): a fault in that code would resume the loop. Without a launcher, as
+    in the next world."""
+    called = []
+    with process() as run:
+        script = job(run)
+        run.after_step(lambda step: called.append(step.number))
+
+        def train() -> None:
+            left_by_break(script)
+            run.commit()
+            assert (steps_of_job(run), called) == (LAST, [0, 1])
+            for _ in script.loader:
+                assert called == [0, 1, 2]
+                break
+
+        run.retry(train) if in_retry else train()
+
+
+def test_a_commit_after_next_at_the_end_of_a_pass_is_one_after_a_loop_that_was_left() -> None:
+    """The code between them may count epochs: a fault must not run it with the end of this pass as
+    the next one."""
+    with process() as run:
+        script = job(run)
+
+        def train() -> None:
+            for _ in range(2):
+                batches = iter(script.loader)
+                for _ in range(script.loader.index, STEPS):
+                    script.update(*next(batches))
+                run.commit()
+                assert steps_of_job(run) % STEPS == STEPS - 1
+                assert script.loader.index == 0
+
+        run.retry(train)
+        assert steps_of_job(run) == 2 * STEPS
+
+
+def break_after_commit(script: Job) -> None:
+    for i, (x, y) in enumerate(script.loader, start=script.loader.index):
+        script.update(x, y)
+        script.run.commit()
+        if i == LAST:
+            break
+
+
+def commit_in_a_function(script: Job) -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        script.update(x, y)
+        script.run.commit()
+
+    for i, (x, y) in enumerate(script.loader, start=script.loader.index):
+        step(x, y)
+        if i == LAST:
+            return
+
+
+def commit_after_next(script: Job) -> None:
+    batches = iter(script.loader)
+    for i in range(script.loader.index, STEPS):
+        script.update(*next(batches))
+        if i == LAST:
+            break
+    script.run.commit()
+
+
+def pass_after_a_shorter_one(script: Job) -> None:
+    for _ in range(2):
+        first, batches = script.loader.index, iter(script.loader)
+        for _ in range(first, first + LAST):
+            script.update(*next(batches))
+            script.run.commit()
+
+
+@pytest.mark.parametrize(
+    ("train", "message", "steps"),
+    [
+        (break_after_commit, r"`if i == LAST: break` after run\.commit", 0),
+        (commit_in_a_function, r"`if i == LAST: return` after run\.commit", 0),
+        (commit_after_next, r"ends step 2, but its loop is left there", LAST),
+        (pass_after_a_shorter_one, r"ends step 1, but its loop is left there", LAST),
+    ],
+)
+def test_a_commit_after_which_a_fault_would_resume_a_left_loop_is_refused(
+    train: Callable[[Job], None], message: str, steps: int
+) -> None:
+    with process() as run:
+        script = job(run)
+        with pytest.raises(TrainingError, match=message):
+            run.retry(train, script)
+        assert steps_of_job(run) == steps
+
+
+def decided_before_the_update(script: Job) -> None:
+    for x, y in script.loader:
+        if script.run.state.get("done", 0) == LAST:
+            break
+        script.update(x, y)
+        script.run.state["done"] = script.run.state.get("done", 0) + 1
+        script.run.commit()
+
+
+def counted_in_the_state(script: Job) -> None:
+    batches = iter(script.loader)
+    while script.run.state.get("done", 0) < LAST:
+        script.update(*next(batches))
+        script.run.state["done"] = script.run.state.get("done", 0) + 1
+        script.run.commit()
+
+
+def accumulated(script: Job) -> None:
+    batches = iter(script.loader)
+    while script.run.state.get("done", 0) < LAST:
+        for _ in range(2):
+            x, y = next(batches)
+            F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+        script.run.state["done"] = script.run.state.get("done", 0) + 1
+        script.run.commit()
+
+
+@pytest.mark.parametrize("train", [decided_before_the_update, counted_in_the_state, accumulated])
+def test_a_commit_before_the_next_decision_to_leave_is_not_refused(
+    train: Callable[[Job], None],
+) -> None:
+    with process() as run:
+        script = job(run)
+        run.retry(train, script)
+        assert run.state["done"] == LAST
+        assert steps_of_job(run) == (2 * LAST if train is accumulated else LAST)
+
+
 def test_an_iterator_that_is_still_held_does_not_shorten_the_next_pass() -> None:
     """Its last step ends with the next pass, which begins at 0."""
     with process() as run:

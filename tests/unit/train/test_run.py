@@ -194,6 +194,9 @@ def test_break_commits_a_step_only_after_an_optimizer_step() -> None:
         for x, y in script.loader:
             script.update(x, y)
             break
+        assert script.loader.position.step == 0, "it ends with the code after the loop"
+        for _ in script.loader:
+            break
         assert script.loader.position.step == 1
 
 
