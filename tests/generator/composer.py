@@ -158,13 +158,19 @@ def draw_script(
             possible = _possible(choices, sharding, with_open)
             number = min(draw.choices(range(3), weights)[0], len(possible))
             parts += draw.sample(possible, number)
+        # A script that is restarted reads the state before the loader has restored it.
+        is_restarted = recovery == RESTART
+        if is_restarted and not any("run.epochs" in part.gives for part in parts):
+            continue
         if is_valid(parts, sharding):
             optional = [part for part in parts if part.kind not in REQUIRED]
             draw.shuffle(optional)  # the order of their lines
             parts = [part for part in parts if part.kind in REQUIRED] + optional
             chosen = recovery or draw.choice([RETRY, RETRY, RETRY, ATTEMPTS])
-            is_inside = not sharding and draw.random() < 0.15
-            if chosen == RETRY and not (sharding or is_inside or _needs_epochs(parts)):
+            returns = any("returns" in part.gives for part in parts)
+            is_inside = not (sharding or returns) and draw.random() < 0.15
+            can_be_each = not (sharding or is_inside) and _can_be_called_for_each_epoch(parts)
+            if chosen == RETRY and can_be_each:
                 chosen = draw.choice([RETRY, RETRY, EACH_EPOCH])
             is_copied_seldom = draw.random() < 0.3
             return Script(
@@ -172,12 +178,15 @@ def draw_script(
             )
 
 
-def _needs_epochs(parts: Sequence[Part]) -> bool:
-    """Whether a part leaves the loop over epochs early, or draws numbers at an epoch's beginning:
-    only run.epochs seeds those."""
-    ends = [line for part in parts for line in part.lines("epoch_end")]
+def _can_be_called_for_each_epoch(parts: Sequence[Part]) -> bool:
+    """Whether the loop over epochs is not left early, and its beginnings draw no numbers: only
+    run.epochs seeds those."""
+    given = {name for part in parts for name in part.gives}
     starts = [line for part in parts for line in part.lines("epoch_start")]
-    return any("break" in line for line in ends) or any("rand" in line for line in starts)
+    is_left = not given.isdisjoint({"leaves epochs", "returns"})
+    needs_epochs = any("run.epochs" in part.needs for part in parts)
+    has_epochs = DEFAULTS["epochs"] in parts and not needs_epochs
+    return has_epochs and not is_left and not any("rand" in line for line in starts)
 
 
 def _possible(parts: Sequence[Part], sharding: str, with_open: bool) -> list[Part]:
@@ -219,7 +228,7 @@ class _Composition:
         self._script = script
         self._sharding = script.sharding
         self._parts = script.parts
-        self._by_kind = {part.kind: part for part in script.parts}
+        self._by_kind = {**DEFAULTS, **{part.kind: part for part in script.parts}}
 
     def text(self, note: str) -> str:
         """The script, with ``note`` as its docstring."""
@@ -333,16 +342,13 @@ class _Composition:
     def _train(self) -> str:
         body = [*self._all("step_start"), *self._filled(self._by_kind["update"])]
         body += self._all("step_end")
-        steps = []
-        for line in self._by_kind["loop"].lines("head"):
-            steps += _indented(body) if line.strip() == "BODY" else [line]
-        epochs = ["for epoch in run.epochs(EPOCHS):"]
-        epochs += _indented([*self._all("epoch_start"), *steps, *self._all_filled("epoch_end")])
+        steps = _with_body(self._by_kind["loop"].lines("head"), "BODY", body)
+        epoch = [*self._all("epoch_start"), *steps, *self._all_filled("epoch_end")]
         name = "train()"
+        epochs = _with_body(self._by_kind["epochs"].lines("outer"), "EPOCH", epoch)
         if self._script.recovery == EACH_EPOCH:
             name = "train(epoch)"
-            epochs = ['if run.state.setdefault("epoch", 0) > epoch:', "    return"]
-            epochs += [*self._all("epoch_start"), *steps, *self._all_filled("epoch_end")]
+            epochs = ['if run.state.setdefault("epoch", 0) > epoch:', "    return", *epoch]
             epochs += ['run.state["epoch"] = epoch + 1']
         body = [*self._unpacked(), *self._all("train_start"), *epochs]
         if self._script.is_inside:
@@ -394,6 +400,15 @@ class _Composition:
         margin = "    " if self._has_inner_result else ""
         rows = "".join(f"{margin}    {entry},\n" for entry in entries)
         return f"{{\n{rows}{margin}}}"
+
+
+def _with_body(lines: Sequence[str], word: str, body: Sequence[str]) -> list[str]:
+    """``lines`` of a loop, with ``body`` instead of ``word``."""
+    filled: list[str] = []
+    for line in lines:
+        margin = line[: len(line) - len(line.lstrip())]
+        filled += [indent(each, margin) for each in body] if line.strip() == word else [line]
+    return filled
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

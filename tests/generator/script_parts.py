@@ -34,6 +34,7 @@ class Part:
     loss: str = ""
     gradients: str = ""
     step: str = ""
+    outer: str = ""  # the loop over epochs; EPOCH is replaced
     head: str = ""  # of the loop over steps; BODY is replaced
     body: str = ""  # of a step; LOSS, GRADIENTS, STEP and AFTER are replaced
     after_update: str = ""
@@ -1461,6 +1462,99 @@ UPDATES = (
     ),
 )
 
+EPOCHS = (
+    Part(
+        kind="epochs",
+        name="run.epochs",
+        is_shardable=True,
+        outer="""
+        for epoch in run.epochs(EPOCHS):
+            EPOCH
+        """,
+        gives=("run.epochs",),
+    ),
+    Part(
+        kind="epochs",
+        name="run.epochs, left",
+        is_shardable=True,
+        outer="""
+        for epoch in run.epochs(EPOCHS + 2):
+            EPOCH
+            if epoch + 1 == EPOCHS:
+                break
+        """,
+        gives=("run.epochs", "leaves epochs"),
+    ),
+    Part(
+        kind="epochs",
+        name="counted in the state",
+        is_shardable=True,
+        outer="""
+        run.state.setdefault("epoch", 0)
+        while run.state["epoch"] < EPOCHS:
+            epoch = run.state["epoch"]
+            EPOCH
+            run.state["epoch"] += 1
+        """,
+        result='"epoch": run.state["epoch"]',
+    ),
+    Part(
+        kind="epochs",
+        name="counted in the state before their ends",
+        is_shardable=True,
+        outer="""
+        run.state.setdefault("epoch", 0)
+        while (epoch := run.state["epoch"]) < EPOCHS:
+            EPOCH
+        """,
+        epoch_end='run.state["epoch"] += 1',
+        result='"epoch": run.state["epoch"]',
+    ),
+    Part(
+        kind="epochs",
+        name="a range from the state",
+        is_shardable=True,
+        outer="""
+        for epoch in range(run.state.setdefault("epoch", 0), EPOCHS):
+            EPOCH
+            run.state["epoch"] = epoch + 1
+        """,
+        result='"epoch": run.state["epoch"]',
+    ),
+    Part(
+        kind="epochs",
+        name="until a target of steps",
+        is_shardable=True,
+        outer="""
+        run.state.setdefault("epoch", 0)
+        run.state.setdefault("done", 0)
+        while run.state["done"] < TARGET:
+            epoch = run.state["epoch"]
+            EPOCH
+            run.state["epoch"] += 1
+        """,
+        step_end="""
+        run.state["done"] += 1
+        if run.state["done"] == TARGET:
+            break
+        """,
+        define="TARGET = 10",
+        result='"epoch": run.state["epoch"], "done": run.state["done"]',
+    ),
+    Part(
+        kind="epochs",
+        name="none",
+        is_shardable=True,
+        outer="""
+        epoch = 0
+        EPOCH
+        """,
+        needs=("endless",),
+        gives=("no epochs",),
+    ),
+)
+
+# A loop that is left early goes on in the same epoch, unless run.epochs begins the next one.
 LOOPS = (
     Part(
         kind="loop",
@@ -1481,6 +1575,7 @@ LOOPS = (
             inputs, targets = next(batches)
             BODY
         """,
+        gives=("holds its iterator",),
     ),
     Part(
         kind="loop",
@@ -1492,6 +1587,258 @@ LOOPS = (
         """,
         gives=("steps",),
         needs=("micro-batches",),
+    ),
+    Part(
+        kind="loop",
+        name="left in the last step",
+        is_shardable=True,
+        head="""
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            BODY
+            if i + 1 == len(loader):
+                break
+        """,
+        gives=("ends after the body",),
+    ),
+    Part(
+        kind="loop",
+        name="left in the middle",
+        is_shardable=True,
+        head="""
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            BODY
+            if i == 2:
+                break
+        """,
+        gives=("ends after the body",),
+    ),
+    Part(
+        kind="loop",
+        name="left before an update",
+        is_shardable=True,
+        head="""
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            if i == 3:
+                break
+            BODY
+        """,
+        needs=("run.epochs",),  # otherwise the next pass begins with this batch
+    ),
+    Part(
+        kind="loop",
+        name="left by a mean, or exhausted",
+        is_shardable=True,
+        train_start='run.state.setdefault("exhausted", 0)',
+        head="""
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            BODY
+            if run.mean(len(inputs), loss=loss.detach())["loss"] < 1.2:
+                break
+        else:
+            run.state["exhausted"] += 1
+        """,
+        result='"exhausted": run.state["exhausted"]',
+        gives=(
+            "ends after the body",
+            "collective after the update",
+        ),
+    ),
+    Part(
+        kind="loop",
+        name="left by a count in the state",
+        is_shardable=True,
+        train_start='run.state.setdefault("updates in all", 0)',
+        head="""
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            BODY
+            run.state["updates in all"] += 1
+            if run.state["updates in all"] % 3 == 0:
+                break
+        """,
+        result='"updates in all": run.state["updates in all"]',
+        gives=("ends after the body",),
+    ),
+    Part(
+        kind="loop",
+        name="next, left in the middle",
+        is_shardable=True,
+        head="""
+        batches = iter(loader)
+        for i in range(loader.index, len(loader)):
+            inputs, targets = next(batches)
+            BODY
+            if i == 2:
+                break
+        """,
+        gives=(
+            "holds its iterator",
+            "ends after the body",
+        ),
+    ),
+    Part(
+        kind="loop",
+        name="next, of a shorter range",
+        is_shardable=True,
+        head="""
+        first, batches = loader.index, iter(loader)
+        for i in range(first, min(first + 3, len(loader))):
+            inputs, targets = next(batches)
+            BODY
+        """,
+        gives=(
+            "holds its iterator",
+            "ends after the body",
+        ),
+    ),
+    Part(
+        kind="loop",
+        name="next until none is left",
+        is_shardable=True,
+        head="""
+        batches = iter(loader)
+        while (batch := next(batches, None)) is not None:
+            i, (inputs, targets) = loader.index, batch
+            BODY
+        """,
+        gives=("holds its iterator",),
+    ),
+    Part(
+        kind="loop",
+        name="next of an attribute",
+        is_shardable=True,
+        define="""
+        class Batches:
+            pass
+        """,
+        head="""
+        Batches.iterator = iter(loader)
+        for i in range(loader.index, len(loader)):
+            inputs, targets = next(Batches.iterator)
+            BODY
+        """,
+        gives=("holds its iterator",),
+    ),
+    Part(
+        kind="loop",
+        name="islice",
+        is_shardable=True,
+        imports="import itertools",
+        head="""
+        for inputs, targets in itertools.islice(loader, 3):
+            i = loader.index
+            BODY
+        """,
+        needs=("run.epochs",),
+    ),
+    Part(
+        kind="loop",
+        name="islice of the rest",
+        is_shardable=True,
+        imports="import itertools",
+        head="""
+        for inputs, targets in itertools.islice(loader, 3 - loader.index):
+            i = loader.index
+            BODY
+        """,
+        needs=("run.epochs",),
+        gives=("ends after the body",),
+    ),
+    Part(
+        kind="loop",
+        name="zip with a range",
+        is_shardable=True,
+        head="""
+        for i, (inputs, targets) in zip(range(loader.index, 3), loader):
+            BODY
+        """,
+        needs=("run.epochs",),
+        gives=("ends after the body",),
+    ),
+    Part(
+        kind="loop",
+        name="generator of the script",
+        is_shardable=True,
+        define="""
+        def first(loader, n):
+            for i, batch in enumerate(loader, start=loader.index):
+                if i == n:
+                    return
+                yield i, batch
+        """,
+        head="""
+        for i, (inputs, targets) in first(loader, 3):
+            BODY
+        """,
+        needs=("run.epochs",),
+    ),
+    Part(
+        kind="loop",
+        name="left by return",
+        head="""
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            BODY
+            if epoch == 2 and i == 1:
+                return
+        """,
+        gives=(
+            "ends after the body",
+            "returns",
+        ),
+        excludes=("sharded", "update:every third step skipped"),
+    ),
+    Part(
+        kind="loop",
+        name="endless generator",
+        is_shardable=True,
+        define="""
+        def endless(loader):
+            while True:
+                yield from loader
+        """,
+        train_start='run.state.setdefault("done", 0)',
+        head="""
+        batches = endless(loader)
+        while run.state["done"] < 10:
+            inputs, targets = next(batches)
+            i = loader.index
+            BODY
+            run.state["done"] += 1
+        """,
+        needs=("no epochs",),
+        gives=(
+            "holds its iterator",
+            "ends after the body",
+            "endless",
+        ),
+        result='"done": run.state["done"]',
+    ),
+    Part(
+        kind="loop",
+        name="next of one iterator after the other",
+        is_shardable=True,
+        train_start='run.state.setdefault("done", 0)',
+        head="""
+        batches = iter(loader)
+        while True:
+            try:
+                inputs, targets = next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                inputs, targets = next(batches)
+            i = loader.index
+            BODY
+            run.state["done"] += 1
+            if run.state["done"] >= 10:
+                break
+        """,
+        needs=("no epochs",),
+        gives=(
+            "holds its iterator",
+            "ends after the body",
+            "endless",
+        ),
+        excludes=("update:every third step skipped",),  # `continue` would skip the end
+        result='"done": run.state["done"]',
     ),
 )
 
@@ -1720,6 +2067,70 @@ STATES = (
     ),
     Part(
         kind="state",
+        name="list in a closure",
+        is_shardable=True,
+        define="""
+        def noting(entries):
+            def note(entry):
+                entries.append(entry)
+
+            return note
+        """,
+        train_start='note = noting(run.state.setdefault("notes", []))',
+        after_update="note(100 * epoch + i)",
+        epoch_end="note(-epoch)",
+        result='"notes": torch.tensor(run.state["notes"])',
+    ),
+    Part(
+        kind="state",
+        name="attributes of a trainer",
+        define="""
+        class Trainer:
+            def __init__(self):
+                self.global_step, self.rates = 0, {"last": 0.0, "epochs": []}
+
+            def update_ended(self, optimizer):
+                self.global_step += 1
+                self.rates["last"] = optimizer.param_groups[0]["lr"]
+
+            def epoch_ended(self, epoch):
+                self.rates["epochs"].append((epoch, self.global_step))
+
+            def state_dict(self):
+                return vars(self)
+
+            def load_state_dict(self, state):
+                vars(self).update(state)
+        """,
+        build="trainer = Trainer()",
+        tracked="trainer=trainer",
+        after_update="trainer.update_ended(optimizer)",
+        epoch_end="trainer.epoch_ended(epoch)",
+        result="""
+        "trainer": trainer.global_step,
+        "last rate": trainer.rates["last"],
+        "steps at ends": torch.tensor(trainer.rates["epochs"])
+        """,
+    ),
+    Part(
+        kind="state",
+        name="index in the step",
+        is_shardable=True,
+        train_start='run.state.setdefault("indices", [])',
+        after_update='run.state["indices"].append(loader.index)',
+        result='"indices": torch.tensor(run.state["indices"])',
+    ),
+    Part(
+        kind="state",
+        name="index after the loop",
+        is_shardable=True,
+        train_start='run.state.setdefault("last indices", [])',
+        epoch_end='run.state["last indices"].append(loader.index)',
+        result='"last indices": torch.tensor(run.state["last indices"])',
+        excludes=("holds its iterator",),  # refused: its step has not ended
+    ),
+    Part(
+        kind="state",
         name="types of the standard library",
         imports="from collections import Counter, defaultdict",
         define="""
@@ -1836,6 +2247,7 @@ STATES = (
         name="factor drawn at the epoch's beginning",
         epoch_start="factor = 1 + 0.2 * torch.rand(()).item()",
         step_start="inputs = factor * inputs",
+        needs=("run.epochs",),  # which seeds the generators
         draws_by_rank=True,
         excludes=("micro-batches",),
     ),
@@ -2074,7 +2486,7 @@ EVALUATIONS = (
         model.train()
         run.state[f"error {epoch}"] = run.mean(seen, error=error / max(1, seen))["error"]
         """,
-        result='"last error": run.state[f"error {EPOCHS - 1}"]',
+        result='"last error": run.state.get(f"error {EPOCHS - 1}", 0.0)',
         gives=("collective at the epoch's end",),
     ),
     Part(
@@ -2115,8 +2527,8 @@ EVALUATIONS = (
         run.state["least norm"] = min(norm, run.state["least norm"])
         """,
         result='"least norm": run.state["least norm"]',
-        gives=("collective at the epoch's end",),
-        excludes=("swaps",),
+        gives=("collective at the epoch's end", "leaves epochs"),
+        excludes=("swaps", "no epochs"),
     ),
 )
 
@@ -2135,6 +2547,7 @@ EXAMINE = """
         run.state.setdefault("examined", 0)
         run.state.setdefault("least", 1e9)
         run.state.setdefault("waits", 0)
+        run.state.setdefault("last", 0.0)
 """
 # The function of run.once: it changes the state, and communicates in the middle.
 EXAMINED = """
@@ -2165,6 +2578,7 @@ BETWEEN = (
         run.commit()
         run.mean(1, step=i)
         """,
+        excludes=("ends after the body",),  # refused: a break after run.commit()
     ),
     Part(
         kind="between",
@@ -2180,6 +2594,57 @@ BETWEEN = (
         result=RESULT_OF_EXAMINE,
         gives=("collective at the epoch's end",),
         excludes=("model:branch of every second step",),
+    ),
+    Part(
+        kind="between",
+        name="once at the epoch's end, with a place",
+        is_shardable=True,
+        train_start=EXAMINE,
+        epoch_end=EXAMINED
+        + """
+        run.state["last"] = run.once("examine", examine, at=epoch)
+        run.mean(1, epoch=epoch)
+        """,
+        result=RESULT_OF_EXAMINE,
+        gives=("collective at the epoch's end",),
+        excludes=("model:branch of every second step",),
+    ),
+    Part(
+        kind="between",
+        name="once after a commit at the epoch's end",
+        is_shardable=True,
+        train_start=EXAMINE,
+        epoch_end=EXAMINED
+        + """
+        run.commit()
+        run.state["last"] = run.once("examine", examine)
+        run.mean(1, epoch=epoch)
+        """,
+        result=RESULT_OF_EXAMINE,
+        gives=("collective at the epoch's end",),
+        excludes=(
+            "loop:next, left in the middle",
+            "loop:next, of a shorter range",
+            "epochs:until a target of steps",  # refused where the iterator is held
+            "endless",
+            "model:branch of every second step",
+        ),
+    ),
+    Part(
+        kind="between",
+        name="commit at the epoch's end",
+        is_shardable=True,
+        epoch_end="""
+        run.commit()
+        run.mean(1, epoch=epoch)
+        """,
+        gives=("collective at the epoch's end",),
+        excludes=(
+            "loop:next, left in the middle",
+            "loop:next, of a shorter range",
+            "epochs:until a target of steps",  # refused where the iterator is held
+            "endless",
+        ),
     ),
     Part(
         kind="between",
@@ -2256,6 +2721,7 @@ BETWEEN = (
         """,
         result=RESULT_OF_EXAMINE,
         excludes=(
+            "ends after the body",
             "update:accumulated over batches",
             "update:every third step skipped",
         ),
@@ -2460,6 +2926,7 @@ REQUIRED: dict[str, tuple[Part, ...]] = {
     "optimizer": OPTIMIZERS,
     "update": UPDATES,
     "data": DATA,
+    "epochs": EPOCHS,
     "loop": LOOPS,
 }
 DEFAULTS = {kind: parts[0] for kind, parts in REQUIRED.items()}

@@ -244,6 +244,15 @@ def test_a_loop_that_requests_no_batch_at_its_end_resumes_there(runner: Runner) 
     assert " 8 steps committed" in verdict.died_at
 
 
+def test_a_commit_after_a_loop_that_was_left_does_not_resume_it(runner: Runner) -> None:
+    parts = [BY_LABEL[name] for name in ("loop:left in the middle", "scheduler:step by epoch")]
+    parts += [BY_LABEL["between:commit at the epoch's end"]]
+    line = "run.mean(1, epoch=epoch)"
+    verdict = runner.run(scenario_of(*parts, size=2, rank=1, line=line, execution=2))
+    assert not verdict.failed, verdict.describe()
+    assert " 5 steps committed" in verdict.died_at
+
+
 # -- the generator itself -------------------------------------------------------------------------
 
 
@@ -262,7 +271,7 @@ def test_each_line_of_what_is_exact_names_what_checks_it() -> None:
     page = (Path(__file__).parents[2] / "docs" / "guarantees.md").read_text(encoding="utf-8")
     section = page.partition("## What is exact\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^\d+\. .*\[(.*)\]$", section, re.MULTILINE)
-    assert len(lines) == 11
+    assert len(lines) == 10
     kinds = {part.kind for part in all_parts()}
     properties = {*vars(scenarios), *vars(Script), *Script.__dataclass_fields__}
     named = [name for line in lines for name in re.findall("`(.*?)`", line)]
