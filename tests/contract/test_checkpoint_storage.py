@@ -62,7 +62,7 @@ def make(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Storage:
     return inner if kind == "memory" else FaultyStorage(inner)
 
 
-@pytest.fixture(params=DISKS + OBJECTS)
+@pytest.fixture(params=[*DISKS, *OBJECTS])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return make(request.param, tmp_path, request)
 
