@@ -193,26 +193,6 @@ def test_a_deadlocked_data_worker_is_named_in_the_verdict(job: TrainingJob) -> N
     job.wait_for(lambda: tells(accounts(job, pid), verdict), PATIENCE_S, "the reason of the death")
 
 
-@pytest.mark.slow
-def test_a_death_before_the_verdict_does_not_delay_it_by_further_worlds(job: TrainingJob) -> None:
-    """The next world is not built without the hung rank, whose timer goes on."""
-    nodes = job.bring_to(3)
-    job.wait_progress(30)
-    hung, killed = nodes[1], nodes[2]
-    generation, since_s = job.generation(), time.monotonic()
-    pid = hung.workers()[0].pid
-    order(job, "loader", hung.name)
-    wait_taken(job, "loader")
-    os.kill(killed.workers()[0].pid, signal.SIGKILL)
-    wait_trains_on(job, generation, "after the hang and the death")
-    verdict = only_verdict(job, since_s)
-    assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
-    assert hung.workers()[0].pid != pid
-    assert is_within(paused_s(job, generation + 1), HUNG_S + LEASE_WITHIN_S)
-    failed = [e for e in job.journaled("world-formed", since_s=since_s) if "reports" in e["reason"]]
-    assert len(failed) <= 1, "no world is built again and again with the hung rank"
-
-
 def tells(records: list[str], verdict: dict[str, Any]) -> bool:
     """Whether a record contains the reason of the verdict and the path of the report."""
     report = f"; report: {verdict['report']}"
