@@ -164,6 +164,27 @@ def test_split_batches_are_evaluated_by_ranks_that_do_not_divide_them(
         assert survivor.result["seen"].tolist() == [float(i) for i in range(7)]
 
 
+LOADS = """
+from contextlib import suppress
+from elastic.integrations.accelerate import ElasticAccelerator
+
+accelerator = ElasticAccelerator()
+with suppress(ValueError):
+    accelerator.load_state("nowhere")
+"""
+
+
+def test_load_state_warns_that_it_is_not_where_a_job_continues(
+    world: SmallWorld, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "script.py"
+    script.write_text(LOADS)
+    outcome = world.run(script, tmp_path / "run", size=1)
+    outcome.assert_success(workers=1)
+    assert "load_state(nowhere) sets what the job begins with, at step 0" in outcome.workers[0].log
+
+
 REFUSED = """
 import sys
 import accelerate
