@@ -888,7 +888,9 @@ def follows_its_loop() -> bool:
     """Whether the current call of run.commit follows a loop that calls ``next()``, in its function.
     (A loop over micro-batches is followed by the update, too.)"""
     frame = next(frames_of_script(sys._getframe(1)), None)
-    return frame is not None and _follows_a_loop(tree_of(frame), frame.f_lineno)
+    if frame is None or LIBRARIES in frame.f_code.co_filename:
+        return False
+    return _follows_a_loop(tree_of(frame), frame.f_lineno)
 
 
 @functools.lru_cache(maxsize=16)

@@ -762,14 +762,15 @@ class StepLoop:
         if self.current.inside is None:
             return
         step, loader = self.current.step, self.current.loader
-        is_script = loader is not None and self.resumes and refuse_break_after_commit()
+        is_checked = loader is not None and self.resumes
         is_in_middle = loader is not None and loader.position.step + 1 < len(loader)
         is_alone = self.current.accumulation.since is None
-        if is_script and is_alone and step is not None and follows_its_loop():
+        if is_checked and is_alone and step is not None and follows_its_loop():
             if is_in_middle:
                 raise _left_after_commit(step)
             self._leave_held()  # no batch is left
             return
+        is_script = is_checked and refuse_break_after_commit()
         self.commit()
         if is_script and is_in_middle and not self.is_limited:
             self.committed_early = step
