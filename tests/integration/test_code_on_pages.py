@@ -507,7 +507,8 @@ def terminal(
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    "page", sorted(filter(commands_on, PAGES), key=lambda page: (page in LAST, page))
+    "page",
+    sorted((page for page in PAGES if commands_on(page)), key=lambda page: (page in LAST, page)),
 )
 def test_the_commands_on_a_page_succeed(terminal: Terminal, page: str) -> None:
     if "jq" in "".join(commands_on(page)) and shutil.which("jq") is None:
