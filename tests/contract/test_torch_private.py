@@ -194,6 +194,9 @@ class Replacing(OneWorld):
     def is_to_be_replaced(self, pid: int) -> bool | None:
         return True
 
+    def has_failed_with_0(self, pid: int) -> bool | None:
+        return False
+
     def emit(self, event: Event, *, level: int = 0) -> None:
         self.replaced.append(event)
 

@@ -434,7 +434,7 @@ def mapped() -> None:
 
 
 def listed() -> None:
-    [train_one_epoch() for _ in range(3)]
+    [train_one_epoch() for _ in range(3)]  # type: ignore[func-returns-value]
 
 
 def recursive(left: int = 3) -> None:
