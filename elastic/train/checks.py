@@ -831,8 +831,56 @@ def refuse_uncounted_passes(*, is_in_retry: bool) -> None:
     raise TrainingError(
         "this is the second pass over the loader without run.epochs, and nothing counts passes in "
         f"run.state: {again} would begin with its first pass and train too long",
-        hint='for epoch in run.epochs(n):, or while run.state.setdefault("epoch", 0) < n: with '
-        'run.state["epoch"] += 1 after each pass',
+        hint="for epoch in run.epochs(n):, or, in the function of run.retry, "
+        'while run.state.setdefault("epoch", 0) < n: with run.state["epoch"] += 1 after each pass',
+    )
+
+
+def refuse_counts_before_restore() -> None:
+    """Raise TrainingError if a loop around the first pass or step of a script without run.retry
+    counts in run.state, which is restored when that pass begins: in a restarted job, the loop has
+    read the values of a new one."""
+    for frame in frames_of_script(sys._getframe(1)):
+        if frame is None:  # the call of run.retry, which restores the state when it is read
+            return
+        if LIBRARIES in frame.f_code.co_filename:
+            continue
+        tree, line = tree_of(frame), frame.f_lineno
+        for loop in ast.walk(tree):
+            if not isinstance(loop, (ast.For, ast.While)) or not _is_in_body(line, loop):
+                continue
+            head = loop.iter if isinstance(loop, ast.For) else loop.test
+            names = {node.id for node in ast.walk(head) if isinstance(node, ast.Name)}
+            assigned = [value for name in names for value in _assigned(name, tree)]
+            if any(_reads_state(value, frame) for value in (head, *assigned)):
+                raise _refusal_of_counts_before_restore(loop)
+
+
+def _reads_state(expression: ast.expr, frame: FrameType) -> bool:
+    """Whether an expression contains ``run.state``."""
+    for node in ast.walk(expression):
+        if not isinstance(node, ast.Attribute) or node.attr != "state":
+            continue
+        if isinstance(node.value, ast.Attribute) and node.value.attr.endswith("run"):
+            return True
+        if isinstance(node.value, ast.Name):
+            owners = [v[node.value.id] for v in variables(frame) if node.value.id in v]
+            if owners and type(owners[0]).__module__.startswith("elastic."):
+                return True
+    return False
+
+
+def _refusal_of_counts_before_restore(loop: ast.For | ast.While) -> TrainingError:
+    if isinstance(loop, ast.For):
+        header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
+    else:
+        header = f"while {ast.unparse(loop.test)}"
+    return TrainingError(
+        f"`{header}` reads run.state outside of run.retry, where it is restored only when the "
+        "first loop over the loader begins: a restarted job would count from the values of a new "
+        "one, and train too long",
+        hint="put the loop into a function and call run.retry(function), or count by "
+        "`for epoch in run.epochs(n):`",
     )
 
 

@@ -23,6 +23,7 @@ from elastic.train.checks import (
     follows_its_loop,
     refuse_break,
     refuse_break_after_commit,
+    refuse_counts_before_restore,
     refuse_range,
     refuse_states_of_shards,
     refuse_subclasses,
@@ -496,6 +497,8 @@ class StepLoop:
                 has_own_state=self._job.has_own_state,
                 is_in_retry=self.scope.in_retry,
             )
+        if self.scope.passes == 1 and self.resumes and not self.scope.in_retry:
+            refuse_counts_before_restore()
         if self.scope.passes == 1 and self.resumes and not self._job.user:
             self._warn_of_counts()
         is_again = id(loader) in self.scope.begun

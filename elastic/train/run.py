@@ -45,7 +45,12 @@ from elastic.train import loop as loops
 from elastic.train import rebuilding
 from elastic.train.changes import ChangeDetector
 from elastic.train.checkpointing import CheckpointManager, leaving_s
-from elastic.train.checks import ModuleStructures, refuse_child_process, refuse_range
+from elastic.train.checks import (
+    ModuleStructures,
+    refuse_child_process,
+    refuse_counts_before_restore,
+    refuse_range,
+)
 from elastic.train.current import CurrentStep, Halt, Listeners, StepAccount, logged_at
 from elastic.train.ddp import ElasticDDP
 from elastic.train.early_leave import EarlyLeave
@@ -239,6 +244,8 @@ class Attempts:
     def begin_own_step(self) -> Step:
         """Begin a step of the script's own loop, in which each rank has the same share."""
         if not self._scope.in_retry:
+            if self._loop.resumes:
+                refuse_counts_before_restore()
             self._scope.in_retry = True
             self.begin()
         self._bootstrap.enter_loop()
