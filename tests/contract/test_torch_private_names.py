@@ -59,6 +59,7 @@ REPLACED = {
         "PartialState.__init__",
         "PartialState.on_main_process",
     },
+    "elastic/integrations/fabric.py": {"rank_zero_only.rank"},  # of the current world
     "elastic/integrations/transformers.py": {
         "trainer.skip_first_batches"
     },  # of a loader of the job

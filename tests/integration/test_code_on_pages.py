@@ -241,7 +241,6 @@ SETTINGS: dict[str, list[Setting]] = {
     "docs/tutorial.md": [PLAIN] * 5,  # parts of one script
     "docs/data.md": [
         Setting(),
-        Setting(),
         Setting(JOINED + TOKENS),
         Setting(replaced=DOTS),
         Setting(JOINED + LOADER, replaced=DOTS),
@@ -294,6 +293,7 @@ SETTINGS: dict[str, list[Setting]] = {
     "docs/how-to/preemption.md": [Setting("", replaced={"s3://bucket/job-1": "job"})],
     "docs/how-to/profile.md": [Setting(JOINED + LOADER, "BLOCK\nrun.retry(train_one_epoch)")],
     "docs/how-to/replicas.md": [Setting(REGRESSION, ranks=2)],
+    "docs/how-to/samplers.md": [Setting()],
     "docs/how-to/sharded.md": [
         Setting(REGRESSION, ranks=2),
         Setting(REGRESSION, ranks=2),

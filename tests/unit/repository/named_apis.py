@@ -187,6 +187,7 @@ def unknown_flags(text: str) -> Iterator[str]:
     """Flags in sentences that neither torchrun nor a command of ours has."""
     if " " not in text:
         return  # part of a command line of etcd's
+    text = re.sub(r"\S+\.py .*", "", text)  # a script's own flags follow its name
     yield from (flag for flag in _FLAG.findall(text) if flag not in _all_flags())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-PAGE = REPOSITORY / "docs" / "guarantees.md"
+PAGES = sorted((REPOSITORY / "docs" / "guarantees").glob("*.md"))
 # Marks of tests that are not in `make test`, and the sign of their command on the page.
 SIGNS = {"slow": "†", "soak": "‡", "gpu": "‡"}
 MARK = re.compile(r"pytest\.mark\.(\w+)")
@@ -64,7 +64,7 @@ def sign_of(name: str, known: list[Proof]) -> str:
 
 def rows() -> list[str]:
     """The last column of each table: by which tests a guarantee is verified."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    lines = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines()]
     tables = [line for line in lines if line.startswith("| ")]
     return [line.rstrip(" |").rpartition(" | ")[2] for line in tables if "verified by" not in line]
 
