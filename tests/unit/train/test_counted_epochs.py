@@ -519,3 +519,69 @@ def test_passes_that_may_be_counted_are_not_refused(
     passes_over_loader(is_in_retry=False)
     function()
     assert cast(Passes, loader).begun == 3
+
+
+class StateOfRun:
+    """``run`` with its state."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, int] = {}
+
+
+StateOfRun.__module__ = "elastic.train.run"
+run = StateOfRun()
+
+
+class First:
+    """A loader's check of the first pass outside of run.retry."""
+
+    def __iter__(self) -> Iterator[int]:
+        checks.refuse_counts_before_restore()
+        yield from range(4)
+
+
+def while_the_state_counts() -> None:
+    while run.state.setdefault("epoch", 0) < 3:
+        train_one_epoch()
+        run.state["epoch"] += 1
+
+
+def from_the_state() -> None:
+    for _epoch in range(run.state.setdefault("epoch", 0), 3):
+        train_one_epoch()
+
+
+def from_a_variable_of_the_state() -> None:
+    first = run.state.setdefault("epoch", 0)
+    for _epoch in range(first, 3):
+        train_one_epoch()
+
+
+def with_other_state() -> None:
+    run.state.setdefault("best", 0)
+    for _epoch in range(3):
+        train_one_epoch()
+        run.state["best"] += 1
+
+
+@pytest.fixture
+def first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = First.__iter__.__code__
+    original = checks.is_own
+    monkeypatch.setattr(checks, "is_own", lambda code: code is own or original(code))
+    monkeypatch.setattr(sys.modules[__name__], "loader", First())
+    run.state.clear()
+
+
+@pytest.mark.parametrize(
+    "function", [while_the_state_counts, from_the_state, from_a_variable_of_the_state]
+)
+def test_counts_of_a_state_that_is_restored_later_are_refused(
+    first_pass: None, function: Callable[[], None]
+) -> None:
+    with pytest.raises(TrainingError, match=r"reads run\.state outside of run\.retry"):
+        function()
+
+
+def test_other_uses_of_the_state_are_not_refused(first_pass: None) -> None:
+    with_other_state()
