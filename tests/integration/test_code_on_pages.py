@@ -71,6 +71,16 @@ def train():
             loss.backward(); optimizer.step(); optimizer.zero_grad()
 run.retry(train)
 """
+TRAIN = IN_LOOP.replace("            BLOCK\n", "")
+ACCUMULATING = """
+def train():
+    for step in run.steps(loader):
+        optimizer.zero_grad()
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+run.retry(train)
+"""
 TOKENS = """
 data = DataLoader(TensorDataset(torch.randn(64, 5, 4), torch.randint(2, (64, 5))), batch_size=8)
 """
@@ -78,8 +88,8 @@ LOADERS = """
 loader, eval_loader = (DataLoader(dataset, batch_size=8, shuffle=True) for _ in range(2))
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
 """
+SCHEDULER = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)\n"
 TRAINER = """
 class Classifier(nn.Module):
     def __init__(self):
@@ -157,9 +167,7 @@ import checkpoints
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
 )
-from torch.distributed.device_mesh import init_device_mesh
-device, folder = torch.device("cpu"), "job"
-mesh = init_device_mesh("cpu", (2,))
+device, folder, mesh = torch.device("cpu"), "job", None  # over all ranks
 data_size, data_rank = 2, int(os.environ["RANK"])
 
 def loss_of(model, indices):
@@ -250,7 +258,7 @@ SETTINGS: dict[str, list[Setting]] = {
         Setting(JOINED + LOADER),
     ],
     "docs/how-to/accelerate.md": [
-        Setting(LOADERS, replaced={"…": ACCUMULATED}),
+        Setting(LOADERS + SCHEDULER, replaced={"…": ACCUMULATED}),
         Setting(
             LOADERS + ACCELERATOR, IN_RETRY, replaced={"…": ACCUMULATED, "% 500 == 499": "% 9 == 8"}
         ),
@@ -265,8 +273,8 @@ SETTINGS: dict[str, list[Setting]] = {
         Setting("", f"BLOCK\nfrom transformers import Trainer, TrainingArguments\n{TRAINER}"),
     ],
     "docs/how-to/integrations.md": [
-        Setting(JOINED + MICRO_BATCHES, f"BLOCK\n{IN_LOOP}"),
-        Setting(JOINED + LOADER, "BLOCK\n" + IN_LOOP.replace("run.steps(loader)", "[batches()]")),
+        Setting(JOINED + MICRO_BATCHES, f"BLOCK\n{ACCUMULATING}"),
+        Setting(JOINED + LOADER, "BLOCK\n" + TRAIN.replace("run.steps(loader)", "[batches()]")),
         Setting(JOINED + LOADER + "evaluate = lambda: 0.5\n", WHOLE, replaced=DOTS),
         Setting(JOINED + LOADER + TRAINER_STATE, "BLOCK\nrun.retry(train)", replaced=OF_BATCH_DOTS),
         Setting(JOINED + LOADER + "log_if_wanted = print\n", IN_RETRY, replaced=UPDATED),
@@ -291,7 +299,13 @@ SETTINGS: dict[str, list[Setting]] = {
         Setting(REGRESSION + EXPERTS, ranks=4, replaced={"…": "return tokens @ up[0]"}),
     ],
     "docs/how-to/preemption.md": [Setting("", replaced={"s3://bucket/job-1": "job"})],
-    "docs/how-to/profile.md": [Setting(JOINED + LOADER, "BLOCK\nrun.retry(train_one_epoch)")],
+    "docs/how-to/profile.md": [
+        Setting(
+            JOINED + LOADER,
+            "BLOCK\nrun.retry(train_one_epoch)",
+            replaced={"run.profile(steps=range(": "# or run.profile(steps=range("},  # one at a time
+        )
+    ],
     "docs/how-to/replicas.md": [Setting(REGRESSION, ranks=2)],
     "docs/how-to/samplers.md": [Setting()],
     "docs/how-to/sharded.md": [
@@ -333,7 +347,7 @@ def code_on(page: str) -> list[Block]:
 def within(setting: Setting, block: Block) -> str:
     """The script that consists of the block and what its page takes for granted."""
     code = block.script
-    for text, meant in {**setting.replaced, "/shared/": "", "/mnt/shared/": ""}.items():
+    for text, meant in {**setting.replaced, "/mnt/shared/": "", "/shared/": ""}.items():
         assert text in code or text.startswith("/"), f"the block does not contain {text!r}"
         code = code.replace(text, meant)
     around = re.sub(
@@ -345,9 +359,13 @@ def within(setting: Setting, block: Block) -> str:
 def assert_runs(script: str, folder: Path, ranks: int = 1) -> None:
     path = folder / "script.py"
     path.write_text(script, encoding="utf-8")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = ["-m", "elastic.cli.main", "run", "--embedded-etcd", "--nnodes=1"]
     done = subprocess.run(
-        [sys.executable, *(torchrun if ranks > 1 else []), str(path)],
+        [
+            sys.executable,
+            *([*launcher, f"--nproc-per-node={ranks}"] if ranks > 1 else []),
+            str(path),
+        ],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "ELASTIC_TENSORBOARD": "off"},
         capture_output=True,

@@ -19,7 +19,6 @@ from kit.run_kit import (
     dataset,
     job,
     network,
-    parts_of,
     process,
     steps_of_job,
     undo_step,
