@@ -47,7 +47,7 @@ LEFT_SLICE_S = 0.2
 VERDICT_KNOWN_S = 2.0
 
 _SLICE = datetime.timedelta(seconds=LEFT_SLICE_S)
-_TOGETHER = "together"
+_TOGETHER, _ANNOUNCED = "together", "announced"
 _LOST = (dist.DistError, OSError, WorldLost)  # the store, and with it the world
 
 
@@ -82,7 +82,8 @@ class EarlyLeave(Hook):
         self._begun = 0  # number of the last step that has begun
         # The world, and the steps done, when a loop was left, until that is published.
         self._left: tuple[World, int] | None = None
-        self._places: set[str] = set()  # where this rank has left loops of this world
+        # Where this rank has left loops of this world, and what it knows of the others there.
+        self._places: dict[str, str | None] = {}
         self._error: TrainingError | None = None
         self._is_waiting = False
         self._refusing = threading.Lock()
@@ -134,11 +135,19 @@ class EarlyLeave(Hook):
         if left is not None and left[0] is self._lifecycle.world:
             self._leave(left[1], LEFT_ALONE_S)
 
-    def end(self) -> None:
-        """The training function has returned. Raises TrainingError if other ranks are in a loop."""
+    def announce_end(self) -> None:
+        """The training function has returned, and does not wait for the others yet."""
         self.confirm()
-        self._leave(self._done, float("inf"), is_end=True)
+        self._leave(self._done, 0.0, is_end=True)
         self.raise_error()
+
+    def end(self) -> bool:
+        """The training function has returned. Returns whether it has on all ranks; False if the
+        world ends before. Raises TrainingError if other ranks are in a loop."""
+        self.confirm()
+        is_together = self._leave(self._done, float("inf"), is_end=True)
+        self.raise_error()
+        return is_together
 
     def raise_error(self) -> None:
         """Raise TrainingError if this rank has left a loop before others, or others before it."""
@@ -173,35 +182,39 @@ class EarlyLeave(Hook):
 
     def _enter_world(self) -> None:
         if self._world is not self._lifecycle.world:
-            self._world, self._places = self._lifecycle.world, set()
+            self._world, self._places = self._lifecycle.world, {}
 
     def _key(self, name: str) -> str:
         return f"elastic/left/{self._lifecycle.world.nonce}/{name}"
 
-    def _leave(self, done: int, limit_s: float, *, is_end: bool = False) -> None:
+    def _leave(self, done: int, limit_s: float, *, is_end: bool = False) -> bool:
+        """Whether it is known within ``limit_s`` that all ranks have left there."""
         place = f"{done}/end" if is_end else str(done)
         if self._error is not None or not self._is_on:
-            return
+            return False
         self._enter_world()
-        if place in self._places:
-            return
-        self._places.add(place)
+        is_new = place not in self._places
+        if not is_new and self._places[place] != _ANNOUNCED:
+            return self._places[place] == _TOGETHER
+        self._places[place] = _ANNOUNCED if limit_s == 0.0 else None
         world = self._lifecycle.world
         self._is_waiting = True
         try:
             with waits_for_ranks():
                 store = self._group.store
-                store.set(self._key(f"{place}/{world.rank}"), "1")
-                note = _Note(place, done, torch_private.collectives_begun() if is_end else None)
-                store.set(self._key("last"), note.text)
-                if store.add(self._key(f"{place}/count"), 1) == world.size:
-                    store.compare_set(self._key(f"{place}/verdict"), "", _TOGETHER)
-                    return
-                verdict = self._verdict(store, place, limit_s)
-                if verdict not in (None, _TOGETHER):
+                if is_new:
+                    store.set(self._key(f"{place}/{world.rank}"), "1")
+                    note = _Note(place, done, torch_private.collectives_begun() if is_end else None)
+                    store.set(self._key("last"), note.text)
+                    if store.add(self._key(f"{place}/count"), 1) == world.size:
+                        store.compare_set(self._key(f"{place}/verdict"), "", _TOGETHER)
+                verdict = self._verdict(store, place, limit_s) if limit_s else _ANNOUNCED
+                self._places[place] = verdict
+                if verdict not in (None, _TOGETHER, _ANNOUNCED):
                     self._refuse(store, verdict)
+                return verdict == _TOGETHER
         except _LOST:
-            return  # as the next collective reports
+            return False  # as the next collective reports
         finally:
             self._is_waiting = False
 

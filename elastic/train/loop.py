@@ -463,7 +463,14 @@ class StepLoop:
 
     def begin_epochs(self) -> None:
         """The script begins to count epochs: it may resume here, with a new epoch."""
+        self.end_call_if_over()
         self._progress.reach(EPOCHS)
+
+    def end_call_if_over(self) -> None:
+        """Raise CallEnded if the function has returned on all ranks, with its last step. The other
+        ranks do not call it again, as this one does, to register its objects."""
+        if self._progress.is_over:
+            raise CallEnded
 
     @property
     def is_peek(self) -> bool:
@@ -479,6 +486,7 @@ class StepLoop:
 
     def begin_pass(self, loader: ElasticLoader) -> None:
         """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
+        self.end_call_if_over()
         self._session.in_training(True)
         self.end_left_loop(ends_pass=not self.scope.owns_epochs)
         self._refuse_left_after_commit()
@@ -832,6 +840,11 @@ class StepLoop:
         self.refuse_swallowed()
         self._leave_held()
         self._progress.function_returned()
+        is_everywhere = True
+        if self.counts(self.current.step):
+            can_undo = self._progress.rollback.can_undo_updates
+            is_everywhere = self._session.strategy.function_returned(can_undo=can_undo)
+        self._progress.reach_end(on_all_ranks=is_everywhere)
         self.end_left_loop()
         if not self._progress.is_catching_up:
             self._progress.end_function()

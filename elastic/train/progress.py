@@ -221,9 +221,12 @@ class RedoneRates:
 # restored again where the function reaches the place, and such changes take effect once.
 #
 # A function may return in a step, which then ends with it: the code after the loop belongs to that
-# boundary, whose place is the end of the function.
+# boundary, whose place is the end of the function. It is taken once the function has returned on
+# all ranks, so that the function need not be called again. A rank that could not undo the step
+# commits it before: then the function is called again, and what it changes is undone at its end.
 
-END = "run.retry"  # the place at the end of the function
+END = "run.retry"  # the place at the end of the function, which has returned on all ranks
+RETURNED = "run.retry, returned"  # the same, where it has returned on some ranks
 
 
 class RankProgress:
@@ -292,7 +295,14 @@ class RankProgress:
     @property
     def is_past_end(self) -> bool:
         """Whether the function runs again although it has already returned, with its last step."""
-        return self.is_before_place and self._place == END
+        return self.is_before_place and self._place in (END, RETURNED)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the function has returned on all ranks of an earlier world, with its last step:
+        it need not be called again. Not where the job has resumed from a checkpoint: another
+        version of the script may train longer."""
+        return self.is_before_place and self._place == END and self.has_returned
 
     def function_returned(self) -> None:
         """Record that the training function has returned on this rank. Its last step may not be
@@ -302,8 +312,12 @@ class RankProgress:
         if self.is_past_end:
             self.is_before_place = self._is_step_missing = False
             self._restore_boundary()
-        elif not self.is_in_past_call:
-            self._job.progress.place = END
+
+    def reach_end(self, *, on_all_ranks: bool) -> None:
+        """The function's last step, if it is not committed yet, is committed at its end."""
+        progress = self._job.progress
+        if not self.is_in_past_call and progress.place not in (END, RETURNED):
+            progress.place = END if on_all_ranks else RETURNED
 
     # -- while training -----------------------------------------------------------------------
 

@@ -332,6 +332,30 @@ class InProcess:
         while True:
             SYSTEM_CLOCK.sleep(LEAVE_SLICE_S)
 
+    def function_returned(self, *, can_undo: bool) -> bool:
+        """The function has returned in a step, which ends with it. Returns whether it has on all
+        ranks.
+
+        If a rank fails before, the code after its loop is incomplete, and the step is repeated with
+        that code. If this rank cannot undo the step, it does not wait: nothing that can fail may
+        come before its commit.
+        """
+        if not self._ends_with_others:
+            return True
+        if not can_undo:
+            self._early_leave.announce_end()
+            return False
+        if self._early_leave.end():
+            return True
+        if self._worlds.is_superseded():
+            raise WorldChanged(
+                "the world has ended before the training function has returned on all ranks",
+                hint="do not catch it: run.retry continues in the next world",
+            )
+        if not self._worlds.has_newer:
+            self._meet_all()  # raises the fault because of which nobody waits any more
+        return False
+
     def training_returned(self) -> None:
         """Wait until the function has returned on all ranks.
 
@@ -475,6 +499,10 @@ class Restart:
     def recover(self, error: BaseException) -> None:
         """Raise the error, which ends the process."""
         raise error
+
+    def function_returned(self, *, can_undo: bool) -> bool:
+        """Always True: a checkpoint of the last step is complete once all ranks have returned."""
+        return True
 
     def training_returned(self) -> None:
         """Do nothing: other ranks do not depend on this one."""

@@ -907,6 +907,22 @@ class Rollback:
             return False
         return not self.has_part_changed()  # through .data, which torch does not count
 
+    @property
+    def can_undo_updates(self) -> bool:
+        """Whether a step that has changed the weights can be undone, maybe with earlier ones."""
+        has_earlier = self._earlier is not None and self._copies_are_of_weights
+        return self._has_copies or has_earlier or self._job.is_rebuilt
+
+    @property
+    def _copies_are_of_weights(self) -> bool:
+        """Whether the job has the weights of which copies are kept, not others in their place."""
+        weights = self._weights()
+        # The shard of a DTensor is another object each time.
+        return len(weights) == len(self._copied) and all(
+            own is copied or (own.shape == copied.shape and own.data_ptr() == copied.data_ptr())
+            for own, copied in zip(weights, self._copied, strict=True)
+        )
+
     def can_restore_surely(self, *, by_content: bool) -> bool:
         """The same; ``by_content``: only if no change of the tensors can have remained unnoticed,
         for a script that may just have exchanged them."""
@@ -928,8 +944,7 @@ class Rollback:
         """Return to an earlier boundary, if its copies are kept: the last one is lost. From then on
         each step is copied. Returns False if that is impossible."""
         earlier, torn = self._earlier, self._job.progress.step
-        weights = self._weights()
-        if earlier is None or list(map(id, weights)) != list(map(id, self._copied)):
+        if earlier is None or not self._copies_are_of_weights:
             return False
         self._learn()
         self.snapshot, self._has_copies = earlier, True

@@ -150,6 +150,8 @@ class Attempts:
         self.enter_if_complete()
         if self._scope.in_retry and self._registry.is_complete:
             self._bootstrap.enter_loop()
+            if not self._job.progress.callbacks_left:  # else the function may register callbacks
+                self._loop.end_call_if_over()
 
     def enter_if_complete(self) -> None:
         """Within retry, if a loader was registered before it: enter the world and restore the
@@ -161,6 +163,7 @@ class Attempts:
         """Called before ranks exchange values at the script's request. Raises TrainingError if the
         others have completed this call of run.retry."""
         self._loop.early_leave.confirm()
+        self._loop.end_call_if_over()
         if self._progress.is_catching_up:
             raise TrainingError(
                 f"{call} was called on a joining node, in a call of run.retry that the other "
@@ -278,14 +281,29 @@ class Attempt:
         self._scope = session.scope
         self._is_again, self._is_last = is_again, is_last
         self._is_inner = session.scope.in_retry
+        self._has_begun = False
         self.is_over = False
         self.succeeded = False
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """Enter the world, if that is possible before the function is called."""
+        self._has_begun = True
         if not self._is_inner:
             self._scope.in_retry, self._scope.is_last_call = True, self._is_last
             self._scope.has_left_retry = False
             self._attempts.begin(is_again=self._is_again)
+
+    @property
+    def has_nothing_left(self) -> bool:
+        """Whether the function need not be called: it has returned on all ranks."""
+        progress = self._session.progress
+        # Of outstanding callbacks, the function may have to register some.
+        is_complete = not self._session.job.progress.callbacks_left
+        return not self._is_inner and progress.is_over and is_complete
+
+    def __enter__(self) -> None:
+        if not self._has_begun:
+            self.begin()
 
     def __exit__(
         self,
@@ -312,9 +330,11 @@ class Attempt:
 
     def _end(self, error: BaseException | None) -> bool:
         """Whether the exception is handled: the function has returned, or is called again."""
-        strategy = self._session.strategy
+        strategy, returned = self._session.strategy, error
+        has_returned = False
         try:
             if error is None or isinstance(error, CallEnded) or _is_clean_exit(error):
+                has_returned = True
                 self._attempts.end()
                 self.succeeded = True
                 return not isinstance(error, SystemExit)
@@ -336,6 +356,11 @@ class Attempt:
             return False
         self._scope.in_retry = True
         strategy.recover(error)
+        session = self._session
+        if has_returned and session.lifecycle.is_restored and session.progress.is_over:
+            # On all ranks: only the end is repeated.
+            self._scope.is_last_call, self._scope.passes = self._is_last, 0
+            return self._end(returned)
         self._scope.in_retry = False
         return True
 
@@ -1238,7 +1263,11 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         while True:
             attempt = self._parts.attempts.attempt(is_again=is_again, is_last=is_last)
             is_again = True
-            yield attempt
+            attempt.begin()
+            if attempt.has_nothing_left:
+                attempt.__exit__(None, None, None)
+            else:
+                yield attempt
             if not attempt.is_over:
                 return  # the loop was left with `break`
             if attempt.succeeded:

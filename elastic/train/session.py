@@ -54,6 +54,11 @@ class RecoveryStrategy(Protocol):
     def recover(self, error: BaseException) -> None:
         """Enter the next world, after a fault or a planned change."""
 
+    def function_returned(self, *, can_undo: bool) -> bool:
+        """Called when the training function has returned in a step that is not committed yet.
+        Returns whether it has returned on all ranks, of which only a rank that can undo the step is
+        sure."""
+
     def training_returned(self) -> None:
         """Called when the training function has returned, before its last step is committed."""
 

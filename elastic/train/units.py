@@ -89,6 +89,9 @@ class Units(Hook):
         self._bootstrap.enter_loop()
         if self._current.step is not None or self._current.accumulation.since is not None:
             return self._in_step(function)
+        self._loop.end_call_if_over()
+        if self._progress.is_past_end and not self._job.units.get(name):
+            return self._in_step(function)  # as before: what it changes is undone at the end
         named = {} if at is None or self._named is None else state_of_place(self._job.user)
         moved = {key: value for key, value in named.items() if self._job.user[key] != value}
         record = self._finished(name, at)
