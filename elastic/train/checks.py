@@ -990,6 +990,65 @@ def _refusal_of_break_after_commit(left: ast.If) -> TrainingError:
     )
 
 
+def refuse_count_from_index() -> None:
+    """Raise TrainingError if the loop that requests the first batch of a pass counts its batches
+    from the index: ``range(loader.index, loader.index + 3)`` has as many of them again where it
+    resumes. Not if it computes them from run.state, too."""
+    frame = next(frames_of_script(sys._getframe(1)), None)
+    if frame is None or LIBRARIES in frame.f_code.co_filename:
+        return
+    tree = tree_of(frame)
+    loop = _loop_around(tree, frame.f_lineno)
+    stop = _counted_from_index(loop, tree) if isinstance(loop, ast.For) else None
+    if stop is not None and not _reads_state(stop, frame):
+        raise _refusal_of_count_from_index(loop, stop)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=16)
+def _counted_from_index(loop: ast.For, tree: ast.AST) -> ast.expr | None:
+    """The end of a range that begins at ``loader.index`` and ends at a sum with it."""
+    call = _range_of(loop.iter)
+    if call is None or len(call.args) < 2 or not _is_index(call.args[0], tree):
+        return None
+    stop = call.args[1]
+    if isinstance(stop, ast.Name) and len(values := _assigned(stop.id, tree)) == 1:
+        stop = values[0]
+    sums = (n for n in ast.walk(stop) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add))
+    is_counted = any(_is_index(part, tree) for n in sums for part in (n.left, n.right))
+    return stop if is_counted else None
+
+
+def _is_index(expression: ast.expr, tree: ast.AST) -> bool:
+    if isinstance(expression, ast.Name):
+        return any(_is_index(value, tree) for value in _assigned_values(expression.id, tree))
+    return isinstance(expression, ast.Attribute) and expression.attr == "index"
+
+
+def _assigned_values(name: str, tree: ast.AST) -> Iterator[ast.expr]:
+    """What is assigned to a variable, also with others: ``first, batches = …``."""
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            pairs = [(target, node.value)]  # type: ignore[attr-defined]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # type: ignore[attr-defined]
+                pairs = list(zip(target.elts, node.value.elts, strict=False))  # type: ignore[attr-defined]
+            for part, value in pairs:
+                if _stored(part) == name and not isinstance(value, ast.Name):
+                    yield value
+
+
+def _refusal_of_count_from_index(loop: ast.For, stop: ast.expr) -> TrainingError:
+    header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}:"
+    return TrainingError(
+        f"`{header}` counts batches from the index at which the pass begins, to "
+        f"{ast.unparse(stop)}: a pass that resumes in its middle would have as many again, and the "
+        "job would train too long",
+        hint="let the range end at an index within the epoch, with run.epochs:\n"
+        f"    for {ast.unparse(loop.target)} in range(loader.index, min(n, len(loader))):\n"
+        "  or shorten the epochs, run.loader(…, max_steps=n), and use range(loader.index, "
+        "len(loader))",
+    )
+
+
 def _counts_of_head(loop: ast.For, *, is_enumerated: bool) -> Iterator[str]:
     """The first of several targets, if it counts from a constant."""
     called = loop.iter if isinstance(loop.iter, ast.Call) else None

@@ -23,6 +23,7 @@ from elastic.train.checks import (
     follows_its_loop,
     refuse_break,
     refuse_break_after_commit,
+    refuse_count_from_index,
     refuse_counts_before_restore,
     refuse_range,
     refuse_states_of_shards,
@@ -489,6 +490,8 @@ class StepLoop:
         self.end_call_if_over()
         self._session.in_training(True)
         self.end_left_loop(ends_pass=not self.scope.owns_epochs)
+        if self.resumes:
+            refuse_count_from_index()
         self._refuse_left_after_commit()
         is_rest = loader.rest_is_reached and self._has_no_batch_left(loader)
         self._progress.begin_pass(self._job.name_of(loader), is_known=is_rest)
@@ -1188,7 +1191,7 @@ def index(loop: StepLoop, loader: ElasticLoader) -> int:
     loop.approach(loader)
     position = loader.position
     left = loop.current.left_step(loader)
-    if is_of_next_pass or (left is not None and left.optimizer_stepped):
+    if is_of_next_pass or loop.counts(left):
         # Committed when the next loop begins.
         position = Position(position.epoch, position.step + 1)
     if loop.scope.owns_epochs:

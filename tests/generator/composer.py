@@ -112,6 +112,11 @@ class Script:
         return " ".join(word for word in words if word)
 
     @property
+    def has_inner_result(self) -> bool:
+        """Whether the training function computes the result at its end."""
+        return bool(self.sharding) or self.is_inside
+
+    @property
     def draws_by_rank(self) -> bool:
         """Whether its result depends on the number of ranks."""
         return any(part.draws_by_rank for part in self.parts)
@@ -261,7 +266,7 @@ class _Composition:
     def _has_inner_result(self) -> bool:
         """Whether results are read in the training function: only there the objects are known, or
         their shards can be gathered."""
-        return bool(self._sharding) or self._script.is_inside
+        return self._script.has_inner_result
 
     def _setup(self) -> str:
         lines = self._join()

@@ -236,7 +236,9 @@ class Runner:
             died_at += [outcome.died_at] if outcome.died_at else []
             # A worker may fail because of the death before the host knows of it.
             is_known = not outcome.problem or outcome.problem.endswith("has failed")
-            if not outcome.died_at or not is_known:
+            # Where a fault was handled in process, the job has ended in spite of a death.
+            has_ended = len(outcome.survivors) == scenario.size_of(attempt)
+            if not outcome.died_at or not is_known or has_ended:
                 break
         return replace(outcome, died_at="; ".join(died_at))
 
@@ -325,14 +327,16 @@ def judge(scenario: Scenario, outcome: RunOutcome, reference: RunOutcome) -> tup
         return _failure(outcome)
     if not outcome.survivors:
         return _failure(outcome, "no survivor: ")
-    first, *others = outcome.survivors
+    # A rank that has joined after the function had returned elsewhere has no result of its own.
+    first = max(outcome.survivors, key=lambda worker: len(worker.result))
+    others = [worker for worker in outcome.survivors if worker is not first]
     expected = reference.survivors[0]
     for worker in outcome.survivors:
         if worker.steps != expected.steps:
             return SILENT, f"{worker.name} counts {worker.steps} steps instead of {expected.steps}"
     for other in others:
-        if scenario.script.is_inside and other.result.keys() < first.result.keys():
-            continue  # it joined after the function had returned elsewhere, which ends its call
+        if scenario.script.has_inner_result and other.result.keys() < first.result.keys():
+            continue
         if different := unequal(other.result, first.result):
             return SILENT, f"{other.name} and {first.name} differ: {different}"
     tolerance = FLOAT32_TOLERANCE if scenario.script.is_in_float32 else TOLERANCE

@@ -1680,8 +1680,8 @@ LOOPS = (
         name="next, of a shorter range",
         is_shardable=True,
         head="""
-        first, batches = loader.index, iter(loader)
-        for i in range(first, min(first + 3, len(loader))):
+        batches = iter(loader)
+        for i in range(loader.index, min(3, len(loader))):
             inputs, targets = next(batches)
             BODY
         """,
