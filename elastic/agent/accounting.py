@@ -541,10 +541,18 @@ class FailureAccounting:
         self, broken: Broken, reports: Mapping[str, tuple[str, ...]]
     ) -> tuple[str, ...]:
         """Nodes that have just joined, and that do not reach a member, or are not reached by one:
-        further attempts would keep the others from training."""
+        further attempts would keep the others from training. Not if it lacks a member that the
+        others lack, too."""
         world = broken.members.world
-        apart = {node_id for one, others in reports.items() for node_id in (one, *others)}
-        joined = {n for n in apart if self._joined_in.get(n) == world.generation}
+        new = {n for n in world.node_ids if self._joined_in.get(n) == world.generation}
+        absent = {n for one, others in reports.items() if one not in new for n in others} - new
+        apart = {
+            node_id
+            for one, others in reports.items()
+            for other in set(others) - absent
+            for node_id in (one, other)
+        }
+        joined = apart & new
         return tuple(n for n in world.node_ids if n in joined and len(joined) < len(world.members))
 
 

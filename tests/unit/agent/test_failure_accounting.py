@@ -612,25 +612,32 @@ def test_attempts_to_build_a_group_wait_longer_each_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reporter", "unreachable", "excluded"),
-    [("id-n3", "id-n1", {"id-n3"}), ("id-n1", "id-n3", {"id-n3"}), ("id-n1", "id-n2", set())],
+    ("unreachable", "excluded"),
+    [
+        ({"id-n3": "id-n1"}, {"id-n3"}),
+        ({"id-n1": "id-n3"}, {"id-n3"}),
+        ({"id-n1": "id-n2"}, set()),
+        ({"id-n1": "id-n2", "id-n3": "id-n2"}, set()),  # n2 hangs
+        ({"id-n1": "id-n2", "id-n3": "id-n1"}, {"id-n3"}),
+    ],
 )
 def test_a_joining_node_that_cannot_be_reached_stops_the_others_for_one_build(
-    reporter: str, unreachable: str, excluded: set[str]
+    unreachable: dict[str, str], excluded: set[str]
 ) -> None:
     accounting = joined_s_ago(1.0)
-    report = FailureReport(
-        node_id=reporter, generation=8, error="GroupBuildFailed", unreachable=(unreachable,)
+    reports = tuple(
+        FailureReport(node_id=one, generation=8, error="GroupBuildFailed", unreachable=(other,))
+        for one, other in unreachable.items()
     )
     before = [
         runs("n1", SEVEN),
         runs("n2", SEVEN),
         seen(node("n3", NodeState.READY, in_process=True)),
     ]
-    v = replace(view(EIGHT, *before, failure_reports=(report,)), failing_since_s=NOW - 9)
+    v = replace(view(EIGHT, *before, failure_reports=reports), failing_since_s=NOW - 9)
     assert accounting.count(broken(v), None, NOW) is None
     assert set(accounting.flaps.quarantined(NOW)) == excluded
-    if reporter == "id-n1" and excluded:
+    if unreachable.get("id-n1") == "id-n3":
         assert accounting.quarantine_reasons["id-n3"] == "n1 cannot reach it"
 
 
