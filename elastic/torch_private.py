@@ -125,6 +125,7 @@ NAMES = (
     "torch.UntypedStorage._new_shared",
     "torch.utils.data.DataLoader._get_iterator",
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._reset",
     # The gradient scaler.
     "torch.amp.grad_scaler._refresh_per_optimizer_state",
 )
@@ -473,20 +474,36 @@ def unread_tasks(loader: DataLoader[Any]) -> tuple[Any, ...]:
 
 
 def watch_batches(enter: Callable[[], Any], leave: Callable[[Any], object]) -> None:
-    """Call ``enter`` before any DataLoader of this process is asked for a batch, and ``leave``
-    with what it returned afterwards."""
-    kind: Any = dataloader._BaseDataLoaderIter
-    of_torch = kind.__next__
+    """Call ``enter`` before any DataLoader of this process waits for its data workers, and
+    ``leave`` with what it returned afterwards.
 
-    @functools.wraps(of_torch)
-    def watched(iterator: Any) -> Any:
+    It waits for a batch, and, before another pass, for kept workers to end the former one. (That
+    they are started does not count: pickling a data set may take minutes.)
+    """
+    kind: Any = dataloader._BaseDataLoaderIter
+    of_workers: Any = dataloader._MultiProcessingDataLoaderIter
+    next_batch, reset = kind.__next__, of_workers._reset
+
+    @functools.wraps(next_batch)
+    def watched_next(iterator: Any) -> Any:
         before = enter()
         try:
-            return of_torch(iterator)
+            return next_batch(iterator)
         finally:
             leave(before)
 
-    kind.__next__ = watched
+    @functools.wraps(reset)
+    def watched_reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+        if first_iter:
+            reset(iterator, loader, first_iter)
+            return
+        before = enter()
+        try:
+            reset(iterator, loader, first_iter)
+        finally:
+            leave(before)
+
+    kind.__next__, of_workers._reset = watched_next, watched_reset
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:

@@ -18,6 +18,7 @@ HEALTHY = RankFacts(
     flags=Flag.NONE,
     progress=4000,
     quiet_s=0.0,
+    idle_s=0.0,
     collective=114,
     operation="all_reduce",
     steps_in_world=50,

@@ -105,6 +105,18 @@ def starved_s(pid: int) -> float:
         return 0.0
 
 
+def data_cpu_s(pid: int) -> float:
+    """CPU time of those that produce a batch: the main thread, without the background threads of
+    its process, and the child processes that live now."""
+    try:
+        with open(f"/proc/{pid}/schedstat", encoding="ascii") as stat:
+            main_s = int(stat.read().split()[0]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        main_s = 0.0
+    workers = map(process_times, children(pid)[:_MAX_CHILDREN])
+    return main_s + sum(times.cpu_s for times in workers if times is not None)
+
+
 def tracer_pid(pid: int) -> int:
     """The process that traces ``pid`` (a debugger, strace); 0: none."""
     return int(_status(pid, "TracerPid") or 0)

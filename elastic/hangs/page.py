@@ -128,6 +128,9 @@ class RankFacts:
     progress: int  # changes with every sign of life of the main thread
     # Since the last sign of life, without time in which the machine was suspended.
     quiet_s: float
+    # In which neither its main thread nor a data worker has run; measured where a budget depends on
+    # it: while it waits for one of the first batches of a world.
+    idle_s: float
     collective: int  # sequence number of the last collective that it has begun
     operation: str  # its name
     steps_in_world: int  # committed in this world by this process
@@ -217,6 +220,8 @@ def budget_s(facts: RankFacts, policy: BudgetPolicy) -> float:
             measured_s = max(floor_s, _own_s(facts), _step_s(facts))
         case Phase.DATA:
             measured_s = max(_DATA_FLOORS * floor_s, _own_s(facts))
+            if facts.idle_s >= measured_s:
+                return measured_s  # nothing runs that could return a first batch
         case Phase.NO_WORLD:
             return math.inf  # no rank waits for it
         case Phase.COLLECTIVE:

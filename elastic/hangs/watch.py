@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.hangs import kernel
 from elastic.hangs.page import (
+    FIRST_STEPS,
+    IDLE_SHARE,
     BudgetPolicy,
     Flag,
     KernelFacts,
@@ -39,6 +41,9 @@ _SMOOTHING = 0.3  # of the CPU share, over about a second
 _MAX_TICKS = 2  # the most that one tick may count for
 # The fraction of a tick. A worker that waited for a core for less time was not starved.
 _STARVED = 0.75
+# A loader that waits in vain wakes up every few seconds, and so does each of its data workers: they
+# count as idle below this fraction of a core, and this much of its time in all.
+_IDLE_DATA_SHARE, _IDLE_DATA_S = 0.005, 0.03
 _UNKNOWN_S = (0.0,) * len(Phase)
 _NO_STACKS = StackSource(-1, 0)
 
@@ -64,6 +69,8 @@ class WatchedWorker:
     error_file: str = ""  # the file from which torchrun reads its error
     reading: Reading | None = None
     quiet_s: float = 0.0
+    idle_s: float = 0.0
+    data_cpu_s: float = 0.0  # when idle_s began
     stopped_s: float = 0.0
     level: int = 0  # thresholds that its quiet time has passed
     cpu_share: float = 0.0
@@ -323,11 +330,15 @@ class HangWatch:
         if worker.reading is None or reading.count != worker.reading.count:
             worker.quiet_s, worker.tracer_pid = 0.0, 0
             worker.starved_s = kernel.starved_s(worker.pid)
+            worker.idle_s, worker.data_cpu_s = 0.0, -1.0
         elif not has_faulted:
             starved_s = self._starved_s(worker)
-            worker.quiet_s += passed_s
+            counted_s = passed_s
             if starved_s > _STARVED * passed_s:
-                worker.quiet_s -= min(starved_s, passed_s)
+                counted_s -= min(starved_s, passed_s)
+            worker.quiet_s += counted_s
+            if reading.phase is Phase.DATA and reading.steps_in_world < FIRST_STEPS:
+                self._count_idle(worker, counted_s)
         worker.reading = reading
         if reading.checkpoint_step >= 0:
             self.checkpoint_step = reading.checkpoint_step
@@ -348,6 +359,15 @@ class HangWatch:
         elif before_s < HANG_KILL_S <= worker.doomed_s:
             worker.state = times.state
             self._on_unkillable(worker, self.facts(worker))
+
+    def _count_idle(self, worker: WatchedWorker, counted_s: float) -> None:
+        worker.idle_s += counted_s
+        data_cpu_s = kernel.data_cpu_s(worker.pid)
+        used_s = abs(data_cpu_s - worker.data_cpu_s)  # less if a data worker has ended
+        is_idle = used_s <= max(_IDLE_DATA_S, _IDLE_DATA_SHARE * worker.idle_s)
+        # Other threads of the process may read ahead, too.
+        if not is_idle or worker.cpu_share > IDLE_SHARE:
+            worker.idle_s, worker.data_cpu_s = 0.0, data_cpu_s
 
     def _starved_s(self, worker: WatchedWorker) -> float:
         """How long it has waited for a core since the last tick."""
@@ -384,6 +404,7 @@ class HangWatch:
             flags=Flag.NONE if reading is None else _flags(reading),
             progress=0 if reading is None else reading.count,
             quiet_s=worker.quiet_s,
+            idle_s=worker.idle_s,
             collective=0 if reading is None else reading.collective,
             operation="" if reading is None else operation_name(reading.operation),
             steps_in_world=0 if reading is None else reading.steps_in_world,

@@ -22,7 +22,7 @@ from kit.journal import MemoryJournal
 from kit.manual_clock import ManualClock
 
 from elastic.hangs import kernel
-from elastic.hangs.page import BudgetPolicy, Phase, RankFacts
+from elastic.hangs.page import BudgetPolicy, Phase, RankFacts, budget_s
 from elastic.hangs.report import HangResponse, Judged, ReportFolder
 from elastic.hangs.stacks import StackSource
 from elastic.hangs.verdict import Confidence, HangAction, HangKind, Judgment
@@ -60,9 +60,9 @@ for line in sys.stdin:
 class Worker:
     """A process with a progress page."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str = WORKER) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER],
+            [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -76,8 +76,11 @@ class Worker:
         return self.process.stdout.readline()
 
     def enter(self, phase: Phase) -> None:
+        self.tell(phase.name)
+
+    def tell(self, word: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{phase.name}\n")
+        self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
         assert self._line() == "done\n"
 
@@ -147,8 +150,8 @@ class Agent:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    with contextlib.closing(Worker()) as worker:
+def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
+    with contextlib.closing(Worker(getattr(request, "param", WORKER))) as worker:
         yield worker
 
 
@@ -327,6 +330,61 @@ def test_a_newer_world_restarts_the_time_of_ranks_that_wait_for_others(
     assert watched.quiet_s == (0.0 if restarts else pytest.approx(LONG_S * TICK_S))
     assert agent.watch.facts(watched).rank == 1
     agent.watch.close()
+
+
+LOADER = """
+import sys, time
+from multiprocessing import get_context
+from elastic.hangs.page import Phase, phases
+def work(begun, computes):
+    while computes:
+        begun.set()
+    begun.set()
+    time.sleep(1e6)
+print(phases.start(), 0, 0, flush=True)
+phases.enter_generation(3)
+phases.begin_world(0)
+context = get_context("fork")
+for line in sys.stdin:
+    begun = context.Event()
+    worker = context.Process(target=work, args=(begun, line == "computes\\n"), daemon=True)
+    worker.start()
+    begun.wait()
+    phases.enter(Phase.DATA)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("worker", [LOADER], indirect=True)
+def test_a_first_batch_may_take_long_while_a_data_worker_computes(
+    worker: Worker, tmp_path: Path
+) -> None:
+    """A data worker that sleeps returns no batch: the time of the first steps is not for it."""
+    clock = ManualClock()
+    agent = Agent(tmp_path, clock=clock)
+    agent.add(worker)
+    agent.watch.run_tasks()
+    limit_s = 10 * POLICY.hang_timeout_s
+    for kind in ("computes", "sleeps"):
+        worker.tell(kind)
+        clock.advance(TICK_S)
+        agent.watch.tick()
+        watched = agent.watch.worker(worker.pid)
+        assert watched is not None and watched.quiet_s == 0.0
+        while watched.quiet_s < 2 * limit_s:
+            clock.advance(TICK_S)
+            agent.watch.tick()
+            if kind == "computes":
+                wait_for_cpu(worker.pid, TICK_S)
+        budget = budget_s(agent.watch.facts(watched), POLICY)
+        assert budget == (limit_s if kind == "sleeps" else POLICY.first_steps_s)
+    agent.watch.close()
+
+
+def wait_for_cpu(pid: int, used_s: float) -> None:
+    """Until the process and its children have used that much."""
+    until_s = kernel.data_cpu_s(pid) + used_s
+    eventually(lambda: kernel.data_cpu_s(pid) >= until_s, "CPU time")
 
 
 def test_the_facts_of_a_hung_rank_are_published_again_for_a_newer_world(

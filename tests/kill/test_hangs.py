@@ -42,6 +42,7 @@ LEFT_ALONE_S = 10.0  # twice the detection time of a hang
 # for a stopped worker; for an endless loop and a skipped collective, in short steps; for a node.
 STOPPED_S = 4.0
 HUNG_S = 10.0
+NO_BATCH_S = 70.0  # the budget of a wait for a batch is ten times that of a step
 LEASE_WITHIN_S = 11.0
 LOST_S = 50.0  # four times the detection time of a hang, doubled, too
 # `make gpu-kills`
@@ -203,6 +204,30 @@ def accounts(job: TrainingJob, pid: int) -> list[str]:
     """The reasons of a worker's death, as recorded by its agent and by torchrun."""
     died = [e["reason"] for e in job.journaled("worker-died") if e["pid"] == pid]
     return died + [e["failure"] for e in job.journaled("node-arrived") if e["failure"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [1, 0])  # 0: the leader's node, and the host of the world's store
+def test_a_death_before_the_verdict_does_not_delay_it_by_further_worlds(
+    job: TrainingJob, index: int
+) -> None:
+    """A data worker hangs, and another node's worker dies while its rank still has batches: it
+    waits for the first batch of the next world, from the same data worker."""
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    hung, killed = nodes[index], nodes[2]
+    generation, since_s = job.generation(), time.monotonic()
+    pid = hung.workers()[0].pid
+    (job.folder / "done-loader").unlink(missing_ok=True)
+    order(job, "loader", hung.name)
+    wait_taken(job, "loader")
+    os.kill(killed.workers()[0].pid, signal.SIGKILL)
+    wait_trains_on(job, generation, "after the hang and the death")
+    verdict = only_verdict(job, since_s)
+    assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
+    assert "its data loader returns no batch" in verdict["reason"]
+    assert all(worker.pid != pid for worker in hung.workers().values())
+    assert is_within(paused_s(job, verdict["generation"] + 1), NO_BATCH_S)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from rank_facts import rank_facts
 
 from elastic.hangs.page import (
+    FIRST_STEPS,
     BudgetPolicy,
     Flag,
     KernelFacts,
@@ -30,6 +31,7 @@ from elastic.membership import budget
 
 POLICY = BudgetPolicy()
 SEEDS = range(240)
+LONG_S = 1e6
 IN_STEP = (Phase.DATA, Phase.COMPUTE, Phase.OPTIMIZER)
 OUTSIDE = (Phase.SCRIPT, Phase.EVALUATION, Phase.CHECKPOINT)
 
@@ -80,6 +82,7 @@ def draw(seed: int) -> World:
         collective_s=step_s / 10,
     )
     kinds = [loop, sleep, file_system, data_workers, left_behind, skipped, lost_message]
+    kinds.append(no_first_batch)
     return rng.choice(kinds)(rng, size, victim, base)
 
 
@@ -131,6 +134,24 @@ def left_behind(rng: random.Random, size: int, victim: int, base: RankFacts) -> 
     def at(t: float) -> list[RankFacts]:
         return [
             r if r.rank == victim else replace(r, phase=Phase.FORMING, generation=4)
+            for r in world.at(t)
+        ]
+
+    return replace_world(world, at)
+
+
+def no_first_batch(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
+    """A data worker that sleeps before the first batch of a world, which the others may have left
+    for the next one since, because yet another node died."""
+    kernel = KernelFacts(wait_channel="do_poll", data_workers="SS")
+    begun = rng.randrange(FIRST_STEPS)
+    culprit = replace(base, phase=Phase.DATA, longest_s=0.0, typical_s=0.0, idle_s=LONG_S)
+    world = absent(size, victim, culprit, kernel, steps_in_world=begun)
+    left = rng.choice([{}, {"phase": Phase.FORMING, "generation": 4 + rng.randrange(3)}])
+
+    def at(t: float) -> list[RankFacts]:
+        return [
+            replace(r, idle_s=t) if r.rank == victim else replace(r, idle_s=0.0, **left)
             for r in world.at(t)
         ]
 
@@ -202,6 +223,7 @@ def test_no_rank_is_killed_while_unknown_ranks_may_be_running() -> None:
         {"phase": Phase.COMPUTE, "quiet_s": 400.0, "flags": Flag.COMPILING},
         {"phase": Phase.COMPUTE, "quiet_s": 60.0, "steps_in_world": 1},
         {"phase": Phase.DATA, "quiet_s": 30.0},
+        {"phase": Phase.DATA, "quiet_s": 250.0, "idle_s": 30.0, "steps_in_world": 0},
         {"phase": Phase.COMPUTE, "quiet_s": 15.0, "longest_s": 4.0},
         {"phase": Phase.COMPUTE, "quiet_s": 15.0, "typical_s": 1.0},
     ],

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 FOR_EVER_S = 1e6
+AHEAD = 20  # batches: a rank trains on for a second while its data worker hangs
 
 
 class Orders:
@@ -125,7 +126,8 @@ def main() -> None:
     run.track(optimizer=optimizer)
     data = Waves(job.samples, orders.hang_in_a_data_worker)
     loader = run.loader(
-        DataLoader(data, batch_size=job.batch, shuffle=True, num_workers=1), global_batch=job.batch
+        DataLoader(data, batch_size=job.batch, shuffle=True, num_workers=1, prefetch_factor=AHEAD),
+        global_batch=job.batch,
     )
 
     is_lost = False

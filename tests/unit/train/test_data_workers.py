@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, dataloader
 
+from elastic import torch_private
 from elastic.errors import TrainingError
 from elastic.testing.forks.server import run_forked
 from elastic.testing.processes import is_alive
@@ -172,3 +173,22 @@ def test_workers_forked_next_to_a_busy_thread_send_their_batches() -> None:
     script = Path(__file__).with_name("forks_beside_registrations.py")
     done = run_forked([sys.executable, str(script)], timeout_s=PATIENCE_S)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
+
+
+def test_waits_for_kept_data_workers_are_watched_between_passes_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that hangs neither returns a batch nor ends the former pass. (Starting them is no wait
+    for them.)"""
+    for kind, name in (
+        (dataloader._BaseDataLoaderIter, "__next__"),
+        (dataloader._MultiProcessingDataLoaderIter, "_reset"),
+    ):
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # restored afterwards
+    waits: list[str] = []
+    torch_private.watch_batches(lambda: waits.append("begin"), lambda _: waits.append("end"))
+    one = elastic()
+    for number in range(2):
+        passed = one.batches(0, 1, keeps_workers=True)
+        assert waits == ["begin", "end"] * 2 * number, "the first batch, and the new pass"
+        next(passed)
