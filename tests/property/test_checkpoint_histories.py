@@ -10,11 +10,12 @@ after the last fault succeeds.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import functools
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +28,20 @@ from kit.manual_clock import ManualClock
 
 import checkpoints
 from checkpoints.commit import read_manifest
-from checkpoints.names import LATEST, MANIFEST, CheckpointName, parse_attempt, parse_committed
+from checkpoints.names import (
+    LATEST,
+    LATEST_PREFIX,
+    MANIFEST,
+    CheckpointName,
+    parse_attempt,
+    parse_committed,
+)
 from checkpoints.saving import WriterThreadDied
 from checkpoints.storage import PatientStorage, Storage, WritableFile
 from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash
 from checkpoints.tiers import TieredStorage
 from elastic.errors import CheckpointRequired
-from elastic.train.folder import CheckpointFolder
+from elastic.train.folder import GENERATION_FILE, CheckpointFolder
 
 ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.ETIMEDOUT)
 WRITES = ("make_folder", "create", "write", "sync", "close", "rename", "remove")
@@ -117,7 +125,13 @@ class Keep:
         return functools.reduce(operator.or_, parts)
 
 
-LATEST_2 = Keep(latest=2)
+SINGLE = {
+    "latest": Keep(latest=2),
+    "best": Keep(best=1),
+    "steps": Keep(steps=2),
+    "seconds": Keep(seconds=60),
+}
+LATEST_2 = SINGLE["latest"]
 BEST = Keep(latest=1, best=1)
 MILESTONES = Keep(latest=1, steps=3)
 TIMES = Keep(seconds=60)
@@ -207,7 +221,9 @@ class Job:
         """``only_at``: the fault is of the files of one checkpoint, the so many newest one."""
         self.repair()
         names = sorted(self.disk.committed(), key=_age, reverse=True)
-        place = names[only_at] if only_at is not None and only_at < len(names) else ""
+        place = fault.place
+        if only_at is not None and only_at < len(names):
+            place = names[only_at]
         self.fault = Fault(fault.number, fault.begin, fault.duration_s, fault.kind, place)
 
     def repair(self) -> None:
@@ -236,12 +252,19 @@ class Job:
         return most
 
     def save(
-        self, writers: int, *, steps: int = 1, seconds: float = 0, by_engine: bool = False
+        self,
+        writers: int,
+        *,
+        steps: int = 1,
+        seconds: float = 0,
+        by_engine: bool = False,
+        absent: int = 0,
     ) -> bool:
         """One save by all writers in turn, so many steps and seconds later; whether the last one
         reported a commit.
 
         ``by_engine``: the last writer saves asynchronously, unless one before has failed.
+        ``absent``: so many writers do not take part.
         """
         self.step += steps
         self.last_step = max(self.step, self.last_step)
@@ -250,12 +273,8 @@ class Job:
         self.share_disk(self.others_bytes)
         committed = ""
         state = state_of(CheckpointName(self.step, self.generation, "x"))
-        every = self.keep.steps or FOREVER_S
-        is_milestone = self.step // every not in {
-            0,
-            *(_parsed(name).step // every for name in self.disk.committed()),
-        }
-        for rank in range(writers):
+        is_milestone = self._begins_a_block()
+        for rank in range(writers - absent):
             world = checkpoints.WriterGroup(
                 nonce=f"g{self.generation}",
                 generation=self.generation,
@@ -272,14 +291,41 @@ class Job:
                     committed = self._save(self.storage, state, world)
             except checkpoints.SaveError as error:
                 assert error.hint
+                self._check_nothing_takes_space(rank)
                 by_engine = False
                 committed = ""
         if committed:
             self.reported.add(committed)
             self._note_times()
-            if is_milestone:
+            if is_milestone or self._begins_an_interval(committed):
                 self.milestones.add(committed)
         return bool(committed)
+
+    def _check_nothing_takes_space(self, rank: int) -> None:
+        """Whatever a failed writer has written is removed, unless removals may fail, too."""
+        if self.fault is not None and self.fault.number == errno.ENOSPC:
+            for entry in self.disk.list(""):
+                name = parse_attempt(entry)
+                if name is not None and (name.step, name.generation) == (
+                    self.step,
+                    self.generation,
+                ):
+                    files = self.disk.list(entry)
+                    assert [f for f in files if f.startswith(f"{rank:05}-")] == []
+
+    def _begins_a_block(self) -> bool:
+        """Whether the save is the first at or after a multiple of the policy's steps."""
+        if not (every := self.keep.steps):
+            return False
+        blocks = {_parsed(name).step // every for name in self.disk.committed()}
+        return self.step // every not in {0, *blocks}
+
+    def _begins_an_interval(self, name: str) -> bool:
+        """Whether the checkpoint is the first in its interval of the policy's seconds."""
+        if not (every := self.keep.seconds):
+            return False
+        others = (self.disk.committed() & self.times_s.keys()) - {name}
+        return self.times_s[name] // every not in {self.times_s[o] // every for o in others}
 
     def _save(self, storage: Storage, state: object, world: checkpoints.WriterGroup) -> str:
         saved = checkpoints.save(
@@ -386,7 +432,7 @@ class Job:
 
     def damage(self, index: int, how: str) -> None:
         self._note_times()
-        names = sorted(self.disk.committed())
+        names = sorted(self.disk.committed(), key=_age)
         if not names:
             return
         name = names[index % len(names)]
@@ -406,11 +452,18 @@ class Job:
         self.damaged.add(name)
         self._forget_removed()
 
+    def remove_records(self) -> None:
+        """Someone copies the checkpoints without the other files."""
+        for entry in (LATEST, GENERATION_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                self.disk.remove(entry)
+
     def wipe(self) -> None:
         """Someone removes all checkpoints."""
         for name in self.disk.committed():
             self.disk.remove_folder(name)
         self._forget_removed()
+        self.times_s, self.damaged, self.flipped = {}, set(), set()  # names may be used again
 
     def _forget_removed(self) -> None:
         """What the policy has removed before cannot replace what is now damaged."""
@@ -424,6 +477,8 @@ class Job:
         # Retention does not look for flipped bits, and an engine for no later damage.
         unseen = self.damaged if self.engine is not None else self.flipped
         counted = present - (self.damaged - unseen)
+        for name in self.damaged - present:  # kept as if it were valid
+            assert len(_newer(present, name)) >= max(self.keep.latest, 1)
         intact = self.reported - self.damaged
         for name in intact:
             if name in present:
@@ -441,21 +496,21 @@ class Job:
             assert all(a <= b for a, b in zip(losses, best, strict=False))
             assert len(losses) >= len(best)
         if every := self.keep.steps:
-            exact = {name for name in intact if _parsed(name).step % every == 0}
-            assert exact | (self.milestones - self.damaged) <= present
+            assert {name for name in intact if _parsed(name).step % every == 0} <= present
+        assert self.milestones - self.damaged <= present
 
     def _note_times(self) -> None:
         for name in self.disk.committed() - self.damaged - self.times_s.keys():
             self.times_s[name] = read_manifest(self.disk, name).wall_time_s
 
-    def check_after_the_last_fault(self, *, restarts: bool) -> None:
+    def check_after_the_last_fault(self, *, restarts: bool, by_engine: bool = True) -> None:
         self.repair()
         self.others_bytes = 0
         if restarts:
             self.restart()
         self.check_nothing_is_lost()
         assert self.save(2)
-        assert self.save(1, by_engine=True)
+        assert self.save(1, by_engine=by_engine)
         self.check_nothing_is_lost()
         entries = self.disk.list("")
         assert [entry for entry in entries if parse_attempt(entry)] == []
@@ -493,9 +548,10 @@ def _newer(names: set[str], name: str) -> list[str]:
     return [other for other in names if _age(other) > _age(name)]
 
 
-KEEPS = st.builds(
+COMBINED = st.builds(
     Keep, st.integers(0, 3), st.integers(0, 2), st.sampled_from([0, 3, 4]), st.sampled_from([0, 60])
-).filter(lambda keep: keep != Keep())
+)
+KEEPS = st.sampled_from(list(SINGLE.values())) | COMBINED.filter(lambda keep: keep != Keep())
 DAMAGES = ("flip", "truncate", "remove", "manifest")
 SAVES = st.tuples(st.integers(1, 2), st.integers(1, 4), st.sampled_from([0, 20, 70]))
 KINDS = ("", "list", "open", "read", "close", "create", "write", "rename", "remove")
@@ -546,6 +602,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("damage all"), st.sampled_from(DAMAGES)),
     st.tuples(st.just("prune"), st.none()),
     st.tuples(st.just("wipe"), st.none()),
+    st.tuples(st.just("remove records"), st.none()),
     st.tuples(st.just("jump"), st.sampled_from([-1e6, -100.0, 1e6])),
     st.tuples(st.just("memory"), st.booleans()),
     st.tuples(st.just("restart"), st.none()),
@@ -611,7 +668,7 @@ def _apply(job: Job, kind: str, value: Any) -> None:
         if not value:
             job.memory = NodesMemory()
     else:
-        {"repair": job.repair, "prune": job.prune, "wipe": job.wipe, "restart": job.restart}[kind]()
+        getattr(job, kind.replace(" ", "_"))()
 
 
 @pytest.mark.parametrize(
@@ -657,3 +714,164 @@ def _saved_and_restarted(
     job.save(2, seconds=50)
     job.restart()
     return job
+
+
+# All histories of a few operations, one after another in every order, under one policy and with one
+# kind of fault. Those that lead to the same folder and the same reports continue as one.
+
+Operation = Callable[[Job], object]
+OPERATIONS_OF_A_HISTORY = 3  # after three saves
+EIO_OF_FILES = Fault(errno.EIO, 0, FOREVER_S, "open")
+EIO_OF_REMOVALS = Fault(errno.EIO, 0, FOREVER_S, "remove_folder")
+EIO_OF_LATEST = Fault(errno.EIO, 0, FOREVER_S, "rename", LATEST)
+FULL = Fault(errno.ENOSPC, 0, FOREVER_S)
+FULL_MEANWHILE = Fault(errno.ENOSPC, 1, FOREVER_S, "write")
+
+
+def _save(job: Job) -> None:
+    job.save(1, seconds=40)
+
+
+def _save_half(job: Job) -> None:
+    """One of two writers saves; the other one skips this save."""
+    job.save(2, seconds=40, absent=1)
+
+
+def _damage(how: str, *ages: int) -> Operation:
+    """Damage the checkpoints of these ages, from 0 for the newest."""
+
+    def operation(job: Job) -> None:
+        newest_first = sorted(job.disk.committed(), key=_age, reverse=True)
+        for age in ages:
+            job.damage(len(newest_first) - 1 - age, how) if age < len(newest_first) else None
+
+    return operation
+
+
+def _in_fault(fault: Fault, act: Operation, only_at: int | None = None) -> Operation:
+    def operation(job: Job) -> None:
+        job.begin_fault(fault, only_at=only_at)
+        act(job)
+        job.repair()
+
+    return operation
+
+
+def _die(before_call: int) -> Operation:
+    """The process dies in a save of two writers, and is restarted."""
+
+    def operation(job: Job) -> None:
+        job.dies_in = before_call
+        with contextlib.suppress(SimulatedCrash):
+            job.save(2, seconds=40)
+        job.restart()
+
+    return operation
+
+
+def _save_without_latest(job: Job) -> None:
+    _in_fault(EIO_OF_LATEST, _save)(job)
+    assert not any(entry.startswith(LATEST_PREFIX) for entry in job.disk.list(""))
+
+
+def _unlisted(act: Operation, duration_s: float = FOREVER_S, begin: int = 0) -> Operation:
+    return _in_fault(Fault(errno.ESTALE, begin, duration_s, "list"), act)
+
+
+def _damages(how: str) -> dict[str, Operation]:
+    return {
+        "damage newest": _damage(how, 0),
+        "damage older": _damage(how, *range(1, 9)),
+        "damage all": _damage(how, *range(9)),
+        "remove records": Job.remove_records,
+    }
+
+
+ALWAYS: dict[str, Operation] = {"save": _save, "restart": Job.restart, "prune": Job.prune}
+OPERATIONS: dict[str, dict[str, Operation]] = {
+    "damaged manifests": _damages("manifest"),
+    "flipped bits": _damages("flip"),
+    "torn files": _damages("truncate"),
+    "unreadable files": {
+        f"{what} beside {age}": _in_fault(EIO_OF_FILES, act, age)
+        for what, act in ALWAYS.items()
+        for age in range(3)
+    }
+    | {"restart, read late": _in_fault(Fault(errno.EIO, 0, PASSING_S, "open"), Job.restart, 0)},
+    "no listing": {
+        "remove records": Job.remove_records,
+        "wipe": Job.wipe,
+        "unlisted save": _unlisted(_save),
+        "unlisted prune": _unlisted(Job.prune),
+        "unlisted restart": _unlisted(Job.restart),
+        "restart, listed late": _unlisted(Job.restart, LONGER_S),
+        "restart, unlisted later": _unlisted(Job.restart, begin=2),  # than the first look
+    },
+    "failed saves": {
+        "save half": _save_half,
+        "die before the commit": _die(46),
+        "die after the commit": _die(50),
+        "save until the disk is full": _in_fault(FULL_MEANWHILE, _save),
+        "save without removals": _in_fault(EIO_OF_REMOVALS, _save),
+        "save without LATEST": _save_without_latest,
+        "restart on a full disk": _in_fault(FULL, Job.restart),
+        "restart without removals": _in_fault(EIO_OF_REMOVALS, Job.restart),
+    },
+}
+
+
+# Of faults that have little to do with what is kept.
+POLICIES = {
+    "torn files": ["latest", "best"],
+    "no listing": ["latest", "best"],
+    "failed saves": ["latest"],
+}
+
+
+@pytest.mark.parametrize(
+    ("faults", "policy"),
+    [(faults, policy) for faults in OPERATIONS for policy in POLICIES.get(faults, SINGLE)],
+)
+def test_no_order_of_a_few_operations_loses_anything(faults: str, policy: str) -> None:
+    job = Job(SINGLE[policy])
+    for _ in range(3):
+        _save(job)
+    operations = ALWAYS | OPERATIONS[faults]
+    reached = {_state_of(job): (job, "3 saves")}
+    latest = dict(reached)
+    for _ in range(OPERATIONS_OF_A_HISTORY):
+        before, latest = latest, {}
+        for job, history in before.values():
+            for label, operation in operations.items():
+                after, longer = copy.deepcopy(job), f"{history}, {label}"
+                with _described(longer):
+                    operation(after)
+                    after.check_nothing_is_lost()
+                    state = _state_of(after)
+                    if state not in reached:
+                        reached[state] = latest[state] = (after, longer)
+                        copy.deepcopy(after).check_after_the_last_fault(
+                            restarts=False, by_engine=False
+                        )
+
+
+def _state_of(job: Job) -> str:
+    """What the future of a history depends on."""
+    entries = {entry: _content(job.disk, entry) for entry in sorted(job.disk.list(""))}
+    names = map(sorted, (job.reported, job.milestones, job.damaged, job.flipped))
+    times_s = sorted(job.times_s.items()) if job.keep.seconds else []
+    return repr((entries, *names, times_s, job.generation, job.lineage, job.step))
+
+
+def _content(disk: Disk, entry: str) -> list[str] | bytes:
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(disk.list(entry))
+    return bytes(disk.contents(entry))
+
+
+@contextlib.contextmanager
+def _described(history: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(history) from error
