@@ -64,7 +64,7 @@ from elastic.link.link import (
     WorkerDeath,
 )
 from elastic.membership.decision import listed
-from elastic.membership.failures import HANG
+from elastic.membership.failures import HANG, is_consequence
 from elastic.membership.records import (
     FailureReport,
     Node,
@@ -318,6 +318,7 @@ class KnownWorkers:
     def __init__(self, server: LinkServer) -> None:
         self._server = server
         self.ready: set[int] = set()  # they can change worlds without a restart
+        self.trained: set[int] = set()  # they have begun to train: others may wait for them
         self.left: set[int] = set()  # they have left the job at a step boundary
         self.entered: dict[int, int] = {}  # pid to generation
         self.starts: dict[int, int] = {}  # pid to the number of the start that it belongs to
@@ -355,6 +356,7 @@ class KnownWorkers:
         self.ended.discard(worker.pid)
         self.failed.discard(worker.pid)
         self.left.discard(worker.pid)
+        self.trained.discard(worker.pid)
         self.starts.pop(worker.pid, None)
         self.hung.pop(worker.pid, None)
 
@@ -362,6 +364,7 @@ class KnownWorkers:
         """Reset the state when all workers are restarted."""
         self.ready.clear()
         self.left.clear()
+        self.trained.clear()
         self.entered.clear()
 
 
@@ -675,8 +678,10 @@ class WorkerDeaths:
         is_trained_with = status.node.state in (NodeState.READY, NodeState.STARTING)
         if notice.clean or is_leaving or status.stopping or not is_trained_with:
             return
-        if worker.pid not in known.ready or known.starts.get(worker.pid) != status.starts:
-            return  # torchrun restarts it: the others have not trained with it in process
+        if known.starts.get(worker.pid) != status.starts or not self._is_waited_for(
+            worker, notice.error
+        ):
+            return  # torchrun restarts it: the others have not trained with it
         siblings = known.replicas.siblings(worker.pid)
         known.end(worker)
         known.failed.add(worker.pid)
@@ -699,7 +704,8 @@ class WorkerDeaths:
     def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
         """A process has ended: notify the other nodes before torchrun detects it."""
         known, status = self._known, self._context.status
-        was_ready = worker.pid in known.ready
+        notice = death.exit_notice
+        is_waited_for = self._is_waited_for(worker, notice.error if notice is not None else "")
         is_reported = worker.pid in known.failed
         hung = known.hung.get(worker.pid)
         hung = hung and f"{HANG}{hung}"
@@ -716,7 +722,6 @@ class WorkerDeaths:
             # It has announced its failure, or was ended with another rank of its replica.
             kill_group(worker.pid)
             return
-        notice = death.exit_notice
         is_unknown = death.exit_code is None and death.signal is None
         left_others = self._left_others(worker, death)
         if left_others:
@@ -725,7 +730,7 @@ class WorkerDeaths:
             return
         kill_group(worker.pid)
         is_failure = status.node.state in (NodeState.READY, NodeState.STARTING) and (
-            was_ready or self._was_replacing(worker, death, siblings)
+            is_waited_for or self._was_replacing(worker, death, siblings)
         )
         is_killed = death.signal == signal.SIGKILL and hung is None
         kernel_log = self._context.kernel_log.excerpt()
@@ -744,13 +749,22 @@ class WorkerDeaths:
             text = f"{text}: {OOM_KILL}"
         status.failure_step = notice.step if notice is not None else None
         self._emit_died(worker, text, str(kernel_log))
-        # Otherwise torchrun restarts it: the others have not trained with it in process.
+        # Otherwise torchrun restarts it: the others have not trained with it.
         if is_failure:
             # A worker that this agent ended was not killed from outside: it failed by itself.
             exit_code = exit_code_of(death) if hung is None else HUNG_EXIT_CODE
             exit_code = exit_code or EXITED_IN_TRAINING_CODE
             failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_log.lines)
             self._publish_failure(worker, siblings, failure)
+
+    def _is_waited_for(self, worker: Worker, error: str = "") -> bool:
+        """Whether others wait for a worker that ends with ``error``: it can change worlds in
+        process, or it has trained without run.retry, and its peers are to be restarted. They have
+        noticed an error that only states that a peer is gone themselves."""
+        known = self._known
+        return worker.pid in known.ready or (
+            worker.pid in known.trained and not is_consequence(error)
+        )
 
     def _left_others(self, worker: Worker, death: WorkerDeath) -> bool:
         """Whether a process has ended with exit code 0 while other ranks train with it.
@@ -989,6 +1003,7 @@ class Workers:
                 self.server.send(FolderAnswer(folder=agreed), worker)
             case InTraining(value=value):
                 training = self._context.status.in_training
+                self._known.trained |= {worker.pid} if value else set()
                 (training.add if value else training.discard)(worker.pid)
             case Exiting():
                 self.deaths.on_exit_notice(worker, message)

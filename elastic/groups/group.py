@@ -989,7 +989,13 @@ class ProcessGroup:
         if not world.nonce:
             nonce = agree_on_nonce(store, world.rank, world.size, timeout_s=timeout_s)
             world = dataclasses.replace(world, nonce=nonce)
+        # A process that fails, or is stopped, shuts the connections down: its end takes seconds in
+        # which peers would wait in a collective.
+        footprint = Footprint(None) if world.size > 1 and not self._is_on_stream else None
         self._initialize(PrefixStore(world.nonce, store), world.rank, world.size, timeout_s)
+        if footprint is not None:
+            footprint.seal()
+            self._footprint = footprint
         self._owned = True
         return world
 

@@ -400,10 +400,6 @@ class InProcess:
     def _peers_continue(self) -> bool:
         return self._scope.in_retry or self._scope.has_left_retry
 
-    def release_peers(self) -> None:
-        """Close connections, so that peers need not wait for the end of this process."""
-        self._group.abort()
-
     @property
     def is_state_held_elsewhere(self) -> bool:
         """Whether the newest world has other nodes."""
@@ -547,9 +543,6 @@ class Restart:
     def flush_after_error(self) -> None:
         """Let one of the remaining ranks write the complete state."""
         self._checkpoints.flush(self._job, leaving_s(), Peers.ARE_GONE)
-
-    def release_peers(self) -> None:
-        """Do nothing: torchrun ends the peers."""
 
     def roll_back(self, *, is_stopped: bool) -> bool:
         """See :meth:`RankProgress.roll_back <elastic.train.progress.RankProgress>`."""

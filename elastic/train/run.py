@@ -482,7 +482,7 @@ class Shutdown:
                 # earlier, or the next world would include this rank.
                 self._group.keep_connections()
             else:
-                strategy.release_peers()
+                self._group.abort()  # peers need not wait for the end of this process
         self._hooks.close()
         # After an error, change nothing else: a step may have begun, and peers may have ended.
         if self._worlds is not None:

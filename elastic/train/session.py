@@ -93,9 +93,6 @@ class RecoveryStrategy(Protocol):
     def flush_after_error(self) -> None:
         """Save the state of this process, one of several, which ends with an error."""
 
-    def release_peers(self) -> None:
-        """Let peers detect immediately that this process ends."""
-
     @property
     def is_state_held_elsewhere(self) -> bool:
         """Whether other nodes continue with the state when this process is restarted."""
