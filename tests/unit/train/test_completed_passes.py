@@ -82,7 +82,7 @@ def test_what_is_changed_before_a_complete_pass_is_undone_where_it_begins(tmp_pa
         assert "early" not in run.state
         run.state["late"] = 1
         assert train(script) == STEPS_PER_EPOCH
-        assert run.state == {"late": 1}
+        assert run.state == {"pass": 0, "late": 1}
 
 
 def test_a_completed_job_that_is_extended_trains_all_its_new_passes(tmp_path: Path) -> None:
