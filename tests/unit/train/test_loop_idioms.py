@@ -223,6 +223,50 @@ def test_a_number_of_batches_from_the_index_on_is_accepted(tmp_path: Path) -> No
     assert steps == STEPS - 2
 
 
+def from_the_index(script: Job) -> None:
+    batches = iter(script.loader)
+    for _ in range(script.loader.index, min(script.loader.index + 3, STEPS)):
+        script.update(*next(batches))
+
+
+def from_a_variable(script: Job) -> None:
+    first, batches = script.loader.index, iter(script.loader)
+    end = first + 3
+    for _ in range(first, end):
+        script.update(*next(batches))
+
+
+def to_an_index(script: Job) -> None:
+    batches = iter(script.loader)
+    for i in range(script.loader.index, min(3, STEPS)):
+        script.update(*next(batches))
+        script.run.log(logged_as=i + 1)
+
+
+def by_the_state(script: Job) -> None:
+    first, batches = script.loader.index, iter(script.loader)
+    for _ in range(first, first + script.run.state.setdefault("left", 3)):
+        script.update(*next(batches))
+        script.run.state["left"] -= 1
+
+
+@pytest.mark.parametrize("train", [from_the_index, from_a_variable])
+def test_a_range_that_counts_from_the_index_is_refused(train: Callable[[Job], None]) -> None:
+    with process() as run:
+        script = job(run)
+        with pytest.raises(TrainingError, match=r"range\(loader.index, min\(n, len\(loader"):
+            run.retry(lambda: train(script))
+        assert steps_of_job(run) == 0
+
+
+@pytest.mark.parametrize("train", [to_an_index, by_the_state])
+def test_a_range_to_an_index_is_accepted(train: Callable[[Job], None]) -> None:
+    with process() as run:
+        script = job(run)
+        run.retry(lambda: train(script))
+        assert steps_of_job(run) == 3
+
+
 @pytest.mark.parametrize("start", [0, 1])
 def test_a_break_by_a_count_that_a_resumed_loop_would_repeat_is_refused(
     tmp_path: Path, start: int
@@ -298,6 +342,36 @@ def test_a_step_in_which_a_loop_is_left_ends_with_the_code_after_it(in_retry: bo
                 break
 
         run.retry(train) if in_retry else train()
+
+
+def test_the_index_counts_a_left_step_that_has_only_gradients() -> None:
+    """Of an accumulation: the step is committed when the next pass begins, which counts from it."""
+    with process() as run:
+        script = job(run)
+        for i, (x, y) in enumerate(script.loader, start=script.loader.index):
+            F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+            if i == LAST:
+                break
+        assert script.loader.index == LAST + 1
+
+
+def test_the_last_step_is_committed_once_the_function_has_returned_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that fails before lets it be repeated, with the code after its loop."""
+    asked: list[int] = []
+    with process() as run:
+        script = job(run)
+
+        def function_returned(*, can_undo: bool) -> bool:
+            asked.append(steps_of_job(run))
+            return True
+
+        strategy = parts_of(run).session.strategy
+        monkeypatch.setattr(strategy, "function_returned", function_returned)
+        run.retry(lambda: left_by_break(script))
+        assert asked == [LAST]
+        assert steps_of_job(run) == LAST + 1
 
 
 def test_a_commit_after_next_at_the_end_of_a_pass_is_one_after_a_loop_that_was_left() -> None:

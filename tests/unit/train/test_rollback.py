@@ -213,6 +213,17 @@ def test_a_step_that_lacks_a_copy_is_repeated_from_an_earlier_one(seldom: Script
     assert state_of(seldom) == was
 
 
+def test_an_earlier_copy_of_shards_is_found_again(
+    seldom: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The local part of a DTensor is another object each time."""
+    parts = [p.detach() for p in seldom.model.parameters()]
+    monkeypatch.setattr(Rollback, "_weights", lambda self: [each.view_as(each) for each in parts])
+    seldom.update()
+    assert not seldom.rollback.restore() and seldom.rollback.restore_earlier()
+    assert seldom.job.progress.step == COPY_EVERY
+
+
 def test_after_it_each_step_is_copied(seldom: Script) -> None:
     seldom.update()
     seldom.rollback.restore()
