@@ -31,7 +31,6 @@ from elastic.membership import budget
 
 POLICY = BudgetPolicy()
 SEEDS = range(240)
-LONG_S = 1e6
 IN_STEP = (Phase.DATA, Phase.COMPUTE, Phase.OPTIMIZER)
 OUTSIDE = (Phase.SCRIPT, Phase.EVALUATION, Phase.CHECKPOINT)
 
@@ -145,13 +144,17 @@ def no_first_batch(rng: random.Random, size: int, victim: int, base: RankFacts) 
     for the next one since, because yet another node died."""
     kernel = KernelFacts(wait_channel="do_poll", data_workers="SS")
     begun = rng.randrange(FIRST_STEPS)
-    culprit = replace(base, phase=Phase.DATA, longest_s=0.0, typical_s=0.0, idle_s=LONG_S)
+    culprit = replace(base, phase=Phase.DATA, longest_s=0.0, typical_s=0.0, idle_s=1e6)
     world = absent(size, victim, culprit, kernel, steps_in_world=begun)
-    left = rng.choice([{}, {"phase": Phase.FORMING, "generation": 4 + rng.randrange(3)}])
+    later = rng.choice([0, 4 + rng.randrange(3)])
 
     def at(t: float) -> list[RankFacts]:
         return [
-            replace(r, idle_s=t) if r.rank == victim else replace(r, idle_s=0.0, **left)
+            replace(r, idle_s=t)
+            if r.rank == victim
+            else replace(r, idle_s=0.0, phase=Phase.FORMING, generation=later)
+            if later
+            else replace(r, idle_s=0.0)
             for r in world.at(t)
         ]
 
