@@ -302,16 +302,17 @@ class Job:
         return bool(committed)
 
     def _check_nothing_takes_space(self, rank: int) -> None:
-        """Whatever a failed writer has written is removed, unless removals may fail, too."""
-        if self.fault is not None and self.fault.number == errno.ENOSPC:
-            for entry in self.disk.list(""):
-                name = parse_attempt(entry)
-                if name is not None and (name.step, name.generation) == (
-                    self.step,
-                    self.generation,
-                ):
-                    files = self.disk.list(entry)
-                    assert [f for f in files if f.startswith(f"{rank:05}-")] == []
+        """An incomplete share is removed at once, unless removals may fail, too. A complete one
+        may be committed by another writer at any time."""
+        if self.fault is None or self.fault.number != errno.ENOSPC:
+            return
+        for entry in self.disk.list(""):
+            name = parse_attempt(entry)
+            if name is not None and (name.step, name.generation) == (self.step, self.generation):
+                files = [
+                    f for f in self.disk.list(entry) if f.removeprefix("part-")[:5] == f"{rank:05}"
+                ]
+                assert files == [] or any(f.endswith(".json") for f in files)
 
     def _begins_a_block(self) -> bool:
         """Whether the save is the first at or after a multiple of the policy's steps."""
