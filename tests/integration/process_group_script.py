@@ -431,6 +431,31 @@ def half_broken_ring(me: Rank) -> Result:
     }
 
 
+def group_of_a_launcher(me: Rank) -> Result:
+    """The last rank fails, and its process ends only after the others are released."""
+    with socket.socket() as probe:  # the store of a launcher listens on a port of its own
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    chosen = me.folder / "port"
+    if me.rank == 0:
+        (staged := me.folder / "port.new").write_text(str(port))
+        staged.rename(chosen)
+    until(chosen.exists)
+    os.environ |= {"RANK": str(me.rank), "WORLD_SIZE": str(me.size), "LOCAL_RANK": str(me.rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(me.size), "GROUP_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": chosen.read_text()}
+    me.group.form()
+    total = summed()
+    if me.rank == me.size - 1:
+        me.group.abort()
+        for rank in range(me.size - 1):
+            me.hear("released", rank)
+        return {"total": total, "fault": True}
+    failure = failure_of(sum_for_ever)
+    me.say("released")
+    return {"total": total, "fault": failure is not None and is_world_fault(failure)}
+
+
 def own_collectives(me: Rank) -> Result:
     """A script's own all-reduces, aborted at random times: the duration of each wait after the
     abort.

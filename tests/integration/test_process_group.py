@@ -114,6 +114,14 @@ def test_an_abort_releases_a_rank_that_waits_for_a_survivor(
         assert result["total"] == 2.0
 
 
+def test_an_abort_releases_peers_in_the_group_of_a_launcher(
+    tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    """Without run.retry: the failed process takes seconds to end."""
+    for result in run("group_of_a_launcher", 3, tmp_path, ports):
+        assert result == {"total": 3.0, "fault": True}
+
+
 def test_an_abort_ends_the_collectives_of_a_script(tmp_path: Path, ports: tuple[int, ...]) -> None:
     for result in run("own_collectives", 3, tmp_path, ports, CYCLES=60):
         assert is_within(result["longest_s"], 5.0)

@@ -301,6 +301,39 @@ def test_a_worker_that_announces_its_failure_is_excluded_before_it_has_ended() -
     assert context.status.node == failed, "one failure, not two"
 
 
+@pytest.mark.parametrize(
+    ("has_trained", "error", "is_excluded"),
+    [
+        (True, "ValueError: boom", True),
+        (True, "RuntimeError: Connection closed by peer [127.0.0.1]:4711", False),
+        (False, "ValueError: boom", False),
+    ],
+)
+def test_a_worker_without_retry_is_excluded_once_others_have_trained_with_it(
+    has_trained: bool, error: str, is_excluded: bool
+) -> None:
+    """It never reports that it can change worlds. An exception leaves its loop, and with it the
+    training, before it is announced."""
+    context = Context()
+    workers = Workers(cast(NodeContext, context))
+    worker = Worker(pid=1 << 22, local_rank=0, token=1)
+    workers.on_message(
+        worker, ClientHandshakeRequest(version=1, pid=worker.pid, local_rank=0, library="0.1.0")
+    )
+    group = world("n1", "n2", generation=3, mode="restart")
+    before = replace(context.status.node, state=NodeState.STARTING, running=group)
+    context.status.node = before
+    for value in (True, False) if has_trained else ():
+        workers.on_message(worker, InTraining(value=value))
+    workers.on_message(worker, Exiting(clean=False, error=error, exit_code=7))
+    if not is_excluded:
+        assert context.status.node == before, "torchrun restarts it"
+        return
+    failed = context.status.node
+    assert failed.state is NodeState.ARRIVED and failed.running is None
+    assert (failed.failure, failed.failure_exit_code) == (error, 7)
+
+
 @pytest.mark.parametrize("state", [NodeState.LEAVING, NodeState.ARRIVED])
 def test_an_announced_failure_counts_only_while_the_node_trains(state: NodeState) -> None:
     context, workers, worker = ready()
