@@ -857,9 +857,9 @@ def refuse_counts_before_restore() -> None:
 
 
 def _reads_state(expression: ast.expr, frame: FrameType) -> bool:
-    """Whether an expression contains ``run.state``."""
+    """Whether an expression contains ``run.state``, or a loader's ``position``."""
     for node in ast.walk(expression):
-        if not isinstance(node, ast.Attribute) or node.attr != "state":
+        if not isinstance(node, ast.Attribute) or node.attr not in ("state", _POSITION):
             continue
         if isinstance(node.value, ast.Attribute) and node.value.attr.endswith("run"):
             return True
@@ -876,9 +876,9 @@ def _refusal_of_counts_before_restore(loop: ast.For | ast.While) -> TrainingErro
     else:
         header = f"while {ast.unparse(loop.test)}"
     return TrainingError(
-        f"`{header}` reads run.state outside of run.retry, where it is restored only when the "
-        "first loop over the loader begins: a restarted job would count from the values of a new "
-        "one, and train too long",
+        f"`{header}` reads the job's state outside of run.retry, where it is restored only when "
+        "the first loop over the loader begins: a restarted job would count from the values of a "
+        "new one, and train too long",
         hint="put the loop into a function and call run.retry(function), or count by "
         "`for epoch in run.epochs(n):`",
     )

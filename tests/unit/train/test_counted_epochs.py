@@ -579,7 +579,7 @@ def first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counts_of_a_state_that_is_restored_later_are_refused(
     first_pass: None, function: Callable[[], None]
 ) -> None:
-    with pytest.raises(TrainingError, match=r"reads run\.state outside of run\.retry"):
+    with pytest.raises(TrainingError, match=r"reads the job's state outside of run\.retry"):
         function()
 
 
