@@ -19,6 +19,7 @@ from kit.run_kit import (
     dataset,
     job,
     network,
+    parts_of,
     process,
     steps_of_job,
     undo_step,
