@@ -1435,7 +1435,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
                 "run.sum_with_gradients() was called outside of a step, where nothing is summed",
                 hint="means = run.mean(samples, loss=loss / samples)",
             )
-        counts = not (session.current.lacks_samples or step.is_filler)
+        counts = step.counts_values(tuple(values)) and not session.current.lacks_samples
         return session.job.order.sums.give(values, counts=counts)
 
     def node_first(self) -> AbstractContextManager[None]:

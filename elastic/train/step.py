@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -129,6 +130,8 @@ class Step:
         self._rest = rest
         self._begin_micro_batch = begin_micro_batch
         self._begun = 0  # number of micro-batches that have begun
+        self._fillers: list[bool] = []  # of them: whether each is one
+        self._summed: Counter[tuple[str, ...]] = Counter()  # calls with the same names
 
     @classmethod
     def past(cls, number: int, epoch: int, index: int, size: int) -> Step:
@@ -205,8 +208,20 @@ class Step:
                 phases.enter(before)
             yield self._take()
 
+    def counts_values(self, names: tuple[str, ...]) -> bool:
+        """Whether values that the script sums now count: not those of a filler.
+
+        They are the current micro-batch's, but a loop that reads the step's micro-batches first
+        sums those of the n-th one in its n-th call with the same names.
+        """
+        number = self._summed[names]
+        self._summed[names] += 1
+        fillers = self._fillers or [self.is_filler]
+        return not fillers[min(number, len(fillers) - 1)]
+
     def _take(self) -> Any:
         self._begun += 1
+        self._fillers.append(self.is_filler)
         self._begin_micro_batch(self)
         data, self._data = self._data, None  # do not keep it alive
         return data

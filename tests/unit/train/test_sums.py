@@ -6,6 +6,7 @@ import contextlib
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kit.run_kit import job, process
 
 from elastic.errors import ConfigError, TrainingError
 from elastic.train.order import Room
+from elastic.train.step import OwnBatch, Step
 from elastic.train.sums import StepSums, Sums
 
 Values = dict[str, object]
@@ -182,3 +184,23 @@ def test_nothing_is_left_of_a_step_that_is_dropped() -> None:
     assert sums.give({"a": 2.0}, counts=True) is not dropped
     sums.drop()
     sums.sum_rest(contextlib.nullcontext)  # would be a collective
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_values_of_micro_batches_that_are_read_ahead_count_unless_they_are_fillers(
+    reads_ahead: bool,
+) -> None:
+    """The last of three micro-batches is one."""
+    infos = [replace(OwnBatch(0, 0, 2), micro_batches=3, weight=w) for w in (0.5, 0.5, 0.0)]
+    batches = iter([(info, None) for info in infos])
+    step = Step(0, next(batches), batches, lambda step: None)
+    read = list(step) if reads_ahead else step
+    assert [step.counts_values(("loss", "samples")) for _ in read] == [True, True, False]
+
+
+def test_a_total_of_the_micro_batches_counts_although_the_last_one_is_a_filler() -> None:
+    infos = [replace(OwnBatch(0, 0, 2), micro_batches=2, weight=w) for w in (1.0, 0.0)]
+    batches = iter([(info, None) for info in infos])
+    step = Step(0, next(batches), batches, lambda step: None)
+    list(step)
+    assert step.counts_values(("samples",))
