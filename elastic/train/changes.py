@@ -272,7 +272,7 @@ class ChangeDetector(Hook):
             observed = seen[path] = self._observed.get(path, _Observed())
             observed.is_module = isinstance(one, nn.Module)
             values, weights = _sampled(pairs)
-            follows_gradients = _follows(observed.values[-1:], values, _gradients(pairs))
+            follows_gradients = _follows(observed.values[-1:], values, weights, _gradients(pairs))
             observed.sums += 1 if follows_gradients else -observed.sums
             observed.matches += _matches(observed, values, weights)
             if max(observed.matches, observed.sums) >= _MATCHES:
@@ -427,13 +427,19 @@ def _gradients(pairs: Pairs) -> torch.Tensor | None:
 
 
 def _follows(
-    before: Sequence[torch.Tensor], values: torch.Tensor, gradients: torch.Tensor | None
+    before: Sequence[torch.Tensor],
+    values: torch.Tensor,
+    weights: torch.Tensor,
+    gradients: torch.Tensor | None,
 ) -> bool:
     """Whether ``values`` are a sum of those of the step before and of the gradients, or of their
-    squares: a momentum that the script computes itself. Copies of gradients are no sum."""
+    squares: a momentum that the script computes itself. Copies of gradients are no sum, and those
+    of the weights, which SAM gives back by ``.data`` before the update, are made in each step."""
     if not before or gradients is None or not before[0].shape == values.shape == gradients.shape:
         return False
     if values.numel() < _LEAST or not bool(torch.isfinite(values).all()):
+        return False
+    if _rest(values, [weights / weights.norm()] if weights.any() else []) < _EXACT:
         return False
     return any(_is_sum(values, before[0], part) for part in (gradients, gradients.square()))
 
@@ -443,13 +449,17 @@ def _is_sum(values: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> boo
     parts = [part / part.norm() for part in (one, other) if part.any()]
     if len(parts) < 2 or abs(float(parts[0] @ parts[1])) > _STRAIGHT:
         return False
-    scale = float(values.norm())
-    alone = [float((values - (values @ part) * part).norm()) for part in parts]
     second = parts[1] - (parts[1] @ parts[0]) * parts[0]
-    second = second / second.norm()
-    rest = values - (values @ parts[0]) * parts[0]
-    rest = rest - (rest @ second) * second
-    return min(alone) > _CLOSE * scale and float(rest.norm()) < _EXACT * scale
+    alone = min(_rest(values, [part]) for part in parts)
+    return alone > _CLOSE and _rest(values, [parts[0], second / second.norm()]) < _EXACT
+
+
+def _rest(values: torch.Tensor, parts: Sequence[torch.Tensor]) -> float:
+    """The relative part of the values outside of the span of orthonormal ``parts``."""
+    rest = values
+    for part in parts:
+        rest = rest - (rest @ part) * part
+    return float(rest.norm() / values.norm()) if values.any() else 0.0
 
 
 def _values_of(state: object) -> Iterable[object]:
