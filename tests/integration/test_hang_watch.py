@@ -352,6 +352,10 @@ for line in sys.stdin:
     begun.wait()
     phases.enter(Phase.DATA)
     print("done", flush=True)
+    sys.stdin.readline()
+    worker.kill()
+    worker.join()
+    print("done", flush=True)
 """
 
 
@@ -378,6 +382,7 @@ def test_a_first_batch_may_take_long_while_a_data_worker_computes(
                 wait_for_cpu(worker.pid, TICK_S)
         budget = budget_s(agent.watch.facts(watched), POLICY)
         assert budget == (limit_s if kind == "sleeps" else POLICY.first_steps_s)
+        worker.tell("end the data worker")
     agent.watch.close()
 
 

@@ -423,9 +423,9 @@ def commit_after_next(script: Job) -> None:
 
 
 def pass_after_a_shorter_one(script: Job) -> None:
-    for _ in range(2):
+    for end in LAST, 2 * LAST:
         first, batches = script.loader.index, iter(script.loader)
-        for _ in range(first, first + LAST):
+        for _ in range(first, end):
             script.update(*next(batches))
             script.run.commit()
 

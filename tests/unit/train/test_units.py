@@ -209,14 +209,15 @@ def test_a_counter_that_finished_work_has_changed_does_not_lead_past_its_loop(
                 script.update(x, y)
             script.run.once("evaluate", evaluate)
             if fails:
-                return
+                raise ValueError("after the evaluation")
             ended.append((epoch, state["epoch"]))
 
-    with run_of(policy, clean=False, error="ValueError: after the evaluation") as run:
-        train(job(run), fails=True)
+    error = "ValueError: after the evaluation"
+    with run_of(policy, clean=False, error=error) as run, pytest.raises(ValueError, match="after"):
+        run.retry(train, job(run), fails=True)
     with process(tmp_path) as run:
         script = job(run)
-        train(script, fails=False)
+        run.retry(train, script, fails=False)
         assert steps_of_job(run) == 3 * STEPS_PER_EPOCH
         assert script.run.state == {"epoch": 3}
     assert (evaluated, ended) == ([0, 1, 2], [(0, 1), (1, 2), (2, 3)])
