@@ -397,10 +397,10 @@ class Readiness:
         now_s = self._context.clock.monotonic()
         passed_s = min(now_s - self._checked_s, MAX_COUNTED_S)
         self._checked_s = now_s
-        self._end_meetings(passed_s)
+        self._end_late_rendezvous(passed_s)
         self._report(passed_s)
 
-    def _end_meetings(self, passed_s: float) -> None:
+    def _end_late_rendezvous(self, passed_s: float) -> None:
         left_s = self._known.rendezvous_left_s
         for pid in left_s:
             left_s[pid] -= passed_s

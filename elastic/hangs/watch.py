@@ -41,7 +41,7 @@ _SMOOTHING = 0.3  # of the CPU share, over about a second
 _MAX_TICKS = 2  # the most that one tick may count for
 # The fraction of a tick. A worker that waited for a core for less time was not starved.
 _STARVED = 0.75
-# A loader that waits in vain wakes up every few seconds, and so does each of its data workers: they
+# A loader that gets no batch wakes up every few seconds, and so does each of its data workers: they
 # count as idle below this fraction of a core, and this much of its time in all.
 _IDLE_DATA_SHARE, _IDLE_DATA_S = 0.005, 0.03
 _UNKNOWN_S = (0.0,) * len(Phase)

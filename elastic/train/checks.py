@@ -199,12 +199,17 @@ def _place_of_once(frame: FrameType) -> Iterator[tuple[ast.expr, list[ast.expr]]
 
 
 def _assigned_to(expression: ast.expr, tree: ast.AST) -> list[tuple[str, ast.expr]]:
-    """The variables in an expression, and what the function assigns to each."""
+    """The variables in an expression, and what the function assigns to each, also with others:
+    ``first, batches = …``."""
     names = {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)}
     given: list[tuple[str, ast.expr]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
-            given += [(_stored(target), node.value) for target in node.targets]
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=False))
+                given += [(_stored(part), value) for part, value in pairs]
         elif isinstance(node, (ast.NamedExpr, ast.AnnAssign)) and node.value is not None:
             given.append((_stored(node.target), node.value))
     return [(name, value) for name, value in given if name in names]
@@ -814,8 +819,7 @@ def refuse_uncounted_passes(*, is_in_retry: bool) -> None:
         is_innermost = False
         tree, line = tree_of(frame), frame.f_lineno
         attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
-        loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))]
-        around = [n for n in loops if n.lineno > attempt and _is_in_body(line, n)]
+        around = [n for n in _loops_with(tree, line) if n.lineno > attempt]
         if _POSITION in frame.f_code.co_names or not all(_begins_again(n, tree) for n in around):
             return
         if attempt:
@@ -846,12 +850,9 @@ def refuse_counts_before_restore() -> None:
         if LIBRARIES in frame.f_code.co_filename:
             continue
         tree, line = tree_of(frame), frame.f_lineno
-        for loop in ast.walk(tree):
-            if not isinstance(loop, (ast.For, ast.While)) or not _is_in_body(line, loop):
-                continue
+        for loop in _loops_with(tree, line):
             head = loop.iter if isinstance(loop, ast.For) else loop.test
-            names = {node.id for node in ast.walk(head) if isinstance(node, ast.Name)}
-            assigned = [value for name in names for value in _assigned(name, tree)]
+            assigned = [value for _, value in _assigned_to(head, tree)]
             if any(_reads_state(value, frame) for value in (head, *assigned)):
                 raise _refusal_of_counts_before_restore(loop)
 
@@ -961,12 +962,16 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and _name_of(node.func) == name
 
 
-@functools.lru_cache(maxsize=16)
-def _loop_around(tree: ast.AST, line: int) -> ast.For | ast.While | None:
-    """The innermost loop around a line."""
-    loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))]
-    around = [loop for loop in loops if _is_in_body(line, loop)]
-    return max(around, key=lambda loop: loop.lineno, default=None)
+@functools.lru_cache(maxsize=16)  # called in each step
+def _loop_around(tree: ast.AST, line: int) -> Loop | None:
+    """The innermost loop whose body contains a line."""
+    return max(_loops_with(tree, line), key=lambda loop: loop.lineno, default=None)
+
+
+def _loops_with(tree: ast.AST, line: int) -> list[Loop]:
+    """The loops whose bodies contain a line."""
+    loops = [n for n in ast.walk(tree) if isinstance(n, Loop)]
+    return [loop for loop in loops if _is_in_body(line, loop)]
 
 
 @functools.lru_cache(maxsize=16)
@@ -1020,20 +1025,9 @@ def _counted_from_index(loop: ast.For, tree: ast.AST) -> ast.expr | None:
 
 def _is_index(expression: ast.expr, tree: ast.AST) -> bool:
     if isinstance(expression, ast.Name):
-        return any(_is_index(value, tree) for value in _assigned_values(expression.id, tree))
+        given = (value for _, value in _assigned_to(expression, tree))
+        return any(_is_index(value, tree) for value in given if not isinstance(value, ast.Name))
     return isinstance(expression, ast.Attribute) and expression.attr == "index"
-
-
-def _assigned_values(name: str, tree: ast.AST) -> Iterator[ast.expr]:
-    """What is assigned to a variable, also with others: ``first, batches = …``."""
-    for node in ast.walk(tree):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            pairs = [(target, node.value)]  # type: ignore[attr-defined]
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # type: ignore[attr-defined]
-                pairs = list(zip(target.elts, node.value.elts, strict=False))  # type: ignore[attr-defined]
-            for part, value in pairs:
-                if _stored(part) == name and not isinstance(value, ast.Name):
-                    yield value
 
 
 def _refusal_of_count_from_index(loop: ast.For, stop: ast.expr) -> TrainingError:

@@ -353,7 +353,7 @@ class InProcess:
                 hint="do not catch it: run.retry continues in the next world",
             )
         if not self._worlds.has_newer:
-            self._meet_all()  # raises the fault because of which nobody waits any more
+            self._join_collective()  # raises the fault because of which nobody waits any more
         return False
 
     def training_returned(self) -> None:
@@ -363,13 +363,13 @@ class InProcess:
         """
         if self._ends_with_others:
             self._early_leave.end()
-            self._meet_all()
+            self._join_collective()
 
     def end_attempt(self) -> None:
         """Wait until all ranks are done, so that a rank that fails in the last step still has peers
         with its state."""
         if self._ends_with_others:
-            self._meet_all()
+            self._join_collective()
 
     @property
     def _ends_with_others(self) -> bool:
@@ -377,7 +377,7 @@ class InProcess:
         is_with_others = lifecycle.has_world and lifecycle.world.size > 1
         return is_with_others and not self._progress.is_catching_up
 
-    def _meet_all(self) -> None:
+    def _join_collective(self) -> None:
         with self._replica.whole():
             all_sum([1.0])
 

@@ -81,7 +81,7 @@ from elastic.train.sampler import derive_seed, seed_all
 from elastic.train.session import Scope, Session, StepCallbacks
 from elastic.train.sharded import StageReduction, reduce_stages
 from elastic.train.state import JobState
-from elastic.train.step import OwnBatch, Step
+from elastic.train.step import OwnBatch, Step, counts_values
 from elastic.train.sums import Sums
 from elastic.train.transfer import gather
 from elastic.train.units import At, Units
@@ -190,7 +190,7 @@ class Attempts:
         self._scope.begun.clear()
         if not is_again:
             self._random.take()
-            self._warn_of_meetings()
+            self._warn_of_collectives_outside()
             self._outside = self._job.registered()
             if self._registry.has_data:
                 self._loop.generators.note()
@@ -208,7 +208,7 @@ class Attempts:
         elif not self._session.strategy.waits_for_registration:
             self._bootstrap.enter_world()
 
-    def _warn_of_meetings(self) -> None:
+    def _warn_of_collectives_outside(self) -> None:
         if self._has_collective_outside:
             self._has_collective_outside = False
             get_logger().warning(
@@ -1435,7 +1435,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
                 "run.sum_with_gradients() was called outside of a step, where nothing is summed",
                 hint="means = run.mean(samples, loss=loss / samples)",
             )
-        counts = step.counts_values(tuple(values)) and not session.current.lacks_samples
+        counts = counts_values(step, tuple(values)) and not session.current.lacks_samples
         return session.job.order.sums.give(values, counts=counts)
 
     def node_first(self) -> AbstractContextManager[None]:

@@ -208,17 +208,6 @@ class Step:
                 phases.enter(before)
             yield self._take()
 
-    def counts_values(self, names: tuple[str, ...]) -> bool:
-        """Whether values that the script sums now count: not those of a filler.
-
-        They are the current micro-batch's, but a loop that reads the step's micro-batches first
-        sums those of the n-th one in its n-th call with the same names.
-        """
-        number = self._summed[names]
-        self._summed[names] += 1
-        fillers = self._fillers or [self.is_filler]
-        return not fillers[min(number, len(fillers) - 1)]
-
     def _take(self) -> Any:
         self._begun += 1
         self._fillers.append(self.is_filler)
@@ -247,3 +236,15 @@ class Step:
         elif weight != 1.0:
             loss = loss * weight
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+def counts_values(step: Step, names: tuple[str, ...]) -> bool:
+    """Whether values that the script sums now, under these names, count: not those of a filler.
+
+    They are the current micro-batch's, but a loop that reads the step's micro-batches first sums
+    those of the n-th one in its n-th call with the same names.
+    """
+    number = step._summed[names]
+    step._summed[names] += 1
+    fillers = step._fillers or [step.is_filler]
+    return not fillers[min(number, len(fillers) - 1)]

@@ -1,4 +1,4 @@
-"""States to save, and what it means that two are the same, bit for bit."""
+"""States to save, what it means that two are the same, bit for bit, and a node's memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 import checkpoints
+from checkpoints.names import CheckpointName
 from checkpoints.objects import Root
+from checkpoints.testing import MemoryStorage
 
 
 def small_state(step: int) -> dict[str, Any]:
@@ -96,3 +98,20 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+class PartsInMemory(MemoryStorage):
+    """Uncommitted parts in the memory of a node, which is never full."""
+
+    is_volatile = True
+
+    def make_room(self, name: CheckpointName, size_bytes: int) -> None:
+        pass
+
+    def remove_if_empty(self, name: CheckpointName) -> None:
+        pass
+
+    def part_written(
+        self, name: CheckpointName, keep: checkpoints.RetentionFunction | None
+    ) -> tuple[str, ...]:
+        return ()

@@ -5,32 +5,15 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.checkpoint_states import PartsInMemory
 
 import checkpoints
-from checkpoints.names import CheckpointName
 from checkpoints.storage import Storage
 from checkpoints.testing import FaultyStorage, MemoryStorage
 from checkpoints.tiers import TieredStorage
 
 PLACES = 4
 STEPS = (1, 2, 3)
-
-
-class Parts(MemoryStorage):
-    """A storage with uncommitted parts, as the memory of a node."""
-
-    is_volatile = True
-
-    def make_room(self, name: CheckpointName, size_bytes: int) -> None:
-        pass
-
-    def remove_if_empty(self, name: CheckpointName) -> None:
-        pass
-
-    def part_written(
-        self, name: CheckpointName, keep: checkpoints.RetentionFunction | None
-    ) -> tuple[str, ...]:
-        return ()
 
 
 @st.composite
@@ -56,7 +39,7 @@ def test_the_newest_complete_checkpoint_is_found_and_loaded(
     history: tuple[int, dict[tuple[int, int], set[int]], set[int], set[int]],
 ) -> None:
     world_size, where, failing, damaged = history
-    places = [Parts() for _ in range(PLACES)]
+    places = [PartsInMemory() for _ in range(PLACES)]
     for (step, rank), at in where.items():
         for place in at:
             checkpoints.save(

@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.checkpoint_states import PartsInMemory
 from kit.manual_clock import ManualClock
 
 import checkpoints
@@ -79,27 +80,10 @@ class Disk(MemoryStorage):
         return self.size(entry)
 
 
-class NodesMemory(MemoryStorage):
-    """Parts in the memory of nodes."""
-
-    is_volatile = True
-
-    def make_room(self, name: CheckpointName, size_bytes: int) -> None:
-        pass
-
-    def remove_if_empty(self, name: CheckpointName) -> None:
-        pass
-
-    def part_written(
-        self, name: CheckpointName, keep: checkpoints.RetentionFunction | None
-    ) -> tuple[str, ...]:
-        return ()
-
-
 class Folder(CheckpointFolder):
     """The job's folder, and the memory of nodes that is given."""
 
-    nodes: NodesMemory
+    nodes: PartsInMemory
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[Storage]:
@@ -170,7 +154,7 @@ class Job:
     keep: Keep
     has_memory: bool = False  # it also looks for checkpoints in the memory of nodes
     disk: Disk = field(default_factory=Disk)
-    memory: NodesMemory = field(default_factory=NodesMemory)
+    memory: PartsInMemory = field(default_factory=PartsInMemory)
     saves_to_memory: bool = False
     clock: ManualClock = field(default_factory=ManualClock)
     wall_offset_s: float = 1e9
@@ -667,7 +651,7 @@ def _apply(job: Job, kind: str, value: Any) -> None:
     elif kind == "memory":
         job.saves_to_memory = value and job.has_memory
         if not value:
-            job.memory = NodesMemory()
+            job.memory = PartsInMemory()
     else:
         getattr(job, kind.replace(" ", "_"))()
 

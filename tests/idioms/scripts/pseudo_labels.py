@@ -1,4 +1,4 @@
-"""Self-training: pseudo-labels that are assigned anew between epochs
+"""Self-training: pseudo-labels that are assigned again between epochs
 
 The labels are state of the dataset, which is tracked. `run.state` records the epoch of the last
 assignment, so a resumed epoch does not repeat it. The loss is a mean over the labelled samples of

@@ -63,9 +63,9 @@ def names(storage: Any) -> list[str]:
 
 def test_a_file_whose_close_fails_has_been_read() -> None:
     disk = failing(saved_disk(), lambda label: label.startswith("close "))
-    found = checkpoints.latest(disk)
-    assert found.skipped == () and found.checkpoint is not None
-    assert found.checkpoint.name == NEWEST
+    latest = checkpoints.latest(disk)
+    assert latest.skipped == () and latest.checkpoint is not None
+    assert latest.checkpoint.name == NEWEST
 
 
 def test_a_listing_without_the_newest_checkpoint_misleads_no_save(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_the_attempt_of_a_newer_version_is_left_to_it(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("call", ["list ", "open ", "read ", "fstat "])
 def test_a_read_that_fails_for_a_moment_is_repeated(call: str) -> None:
     disk = failing(saved_disk(), lambda label: label.startswith(call), times=3)
-    found = checkpoints.latest(disk)
-    assert found.skipped == () and found.checkpoint is not None
-    assert same(checkpoints.load(disk, found.checkpoint.name).state, small_state(30))
+    latest = checkpoints.latest(disk)
+    assert latest.skipped == () and latest.checkpoint is not None
+    assert same(checkpoints.load(disk, latest.checkpoint.name).state, small_state(30))
 
 
 def test_a_read_is_repeated_for_a_limited_time_and_a_permanent_failure_not_at_all() -> None:
@@ -174,10 +174,10 @@ def test_a_failed_listing_is_never_a_start_from_step_0(listing: int, has_memory:
 def test_an_unreadable_file_of_one_tier_does_not_hide_its_other_checkpoints() -> None:
     disk = failing(saved_disk(), lambda label: label.startswith(f"read {NEWEST}"))
     tiers = TieredStorage([disk])
-    found = checkpoints.latest(tiers)
-    assert found.checkpoint is not None and found.checkpoint.step == 20
-    assert [skipped.name for skipped in found.skipped] == [NEWEST]
-    assert "Stale" in found.skipped[0].reason and "Stale" in tiers.failures[0].reason
+    latest = checkpoints.latest(tiers)
+    assert latest.checkpoint is not None and latest.checkpoint.step == 20
+    assert [skipped.name for skipped in latest.skipped] == [NEWEST]
+    assert "Stale" in latest.skipped[0].reason and "Stale" in tiers.failures[0].reason
 
 
 def refusing(*names: str) -> PatientStorage:
@@ -230,8 +230,8 @@ def test_the_only_checkpoint_that_cannot_be_read_is_no_missing_one() -> None:
 
 def test_memory_that_cannot_be_read_is_replaced_by_the_disk(tmp_path: Path) -> None:
     memory = FaultyStorage(NodeMemory(tmp_path), at=0, fault=StorageFault.IO_ERROR)
-    found = checkpoints.latest(TieredStorage([memory, saved_disk()])).checkpoint
-    assert found is not None and found.name == NEWEST
+    latest = checkpoints.latest(TieredStorage([memory, saved_disk()])).checkpoint
+    assert latest is not None and latest.name == NEWEST
 
 
 def test_large_damaged_chunks_are_read_from_another_tier(tmp_path: Path) -> None:
@@ -620,8 +620,8 @@ def test_failed_saves_displace_no_complete_part(tmp_path: Path) -> None:
     save(40, 0, 1)
     is_full[0] = False
     save(50, 0)
-    found = checkpoints.latest(TieredStorage(memory)).checkpoint
-    assert found is not None and found.step == 20
+    latest = checkpoints.latest(TieredStorage(memory)).checkpoint
+    assert latest is not None and latest.step == 20
 
 
 # -- file systems -------------------------------------------------------------------------------
@@ -709,8 +709,8 @@ def test_an_attempt_without_a_manifest_is_no_damaged_checkpoint(
         refuse_renames(patch, errno.ENOSYS)
         save_all(tmp_path, small_state(1), step=1)
         checkpoints.save(tmp_path, small_state(2), step=2, nonce="aa", rank=0, world_size=2)
-    found = checkpoints.latest(tmp_path)  # in a process that can rename
-    assert found.checkpoint is not None and found.checkpoint.step == 1 and found.skipped == ()
+    latest = checkpoints.latest(tmp_path)  # in a process that can rename
+    assert latest.checkpoint is not None and latest.checkpoint.step == 1 and latest.skipped == ()
 
 
 def test_file_systems_that_can_rename_are_left_without_a_trace(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kit.run_kit import job, process
 
 from elastic.errors import ConfigError, TrainingError
 from elastic.train.order import Room
-from elastic.train.step import OwnBatch, Step
+from elastic.train.step import OwnBatch, Step, counts_values
 from elastic.train.sums import StepSums, Sums
 
 Values = dict[str, object]
@@ -195,7 +195,7 @@ def test_values_of_micro_batches_that_are_read_ahead_count_unless_they_are_fille
     batches = iter([(info, None) for info in infos])
     step = Step(0, next(batches), batches, lambda step: None)
     read = list(step) if reads_ahead else step
-    assert [step.counts_values(("loss", "samples")) for _ in read] == [True, True, False]
+    assert [counts_values(step, ("loss", "samples")) for _ in read] == [True, True, False]
 
 
 def test_a_total_of_the_micro_batches_counts_although_the_last_one_is_a_filler() -> None:
@@ -203,4 +203,4 @@ def test_a_total_of_the_micro_batches_counts_although_the_last_one_is_a_filler()
     batches = iter([(info, None) for info in infos])
     step = Step(0, next(batches), batches, lambda step: None)
     list(step)
-    assert step.counts_values(("samples",))
+    assert counts_values(step, ("samples",))
