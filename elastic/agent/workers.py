@@ -509,7 +509,7 @@ class ReplicaFormation:
                 point = ReplicaRendezvous(nonce=nonce, rank=one.local_rank % size, size=size)
                 self._server.send(point, one)
         elif (running := self._context.status.running) is not None:
-            self._meet_in_world(running)
+            self._form_in_world(running)
         else:
             start = secrets.token_hex(8)
             publish_change(self._context, lambda n: replace(n, replica_start=start, replica=()))
@@ -532,7 +532,7 @@ class ReplicaFormation:
             hint="pass the same mesh, in the same order, on every node",
         )
 
-    def _meet_in_world(self, world: WorldRecord) -> None:
+    def _form_in_world(self, world: WorldRecord) -> None:
         """Form a replica in a world for which the workers of all its nodes were started."""
         per_replica = world.nodes_per_replica
         index = world.node_ids.index(self._node.node_id) // per_replica

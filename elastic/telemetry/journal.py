@@ -285,9 +285,10 @@ class _Writer:
             self._hangs = not done.wait(WRITE_PATIENCE_S)
 
     def close(self) -> None:
-        """End the thread after what it has been given."""
-        done = threading.Event()
-        self._queue.put((_END, done))
+        """End the thread after what it has been given, and wait for that unless the disk hangs."""
+        self._queue.put((_END, threading.Event()))
+        if not self._hangs:
+            self._thread.join(10 * WRITE_PATIENCE_S)  # no line is left: slow only if the cores are
 
     def _run(self) -> None:
         while (item := self._queue.get())[0] is not _END:

@@ -17,7 +17,7 @@ from kit.manual_clock import ManualClock
 
 from elastic.telemetry import events
 from elastic.telemetry.events import Event, FailureJudged, JournalOpened, Waiting, WorkerStuck
-from elastic.telemetry.journal import SCHEMA, Journal, _RotatingFile
+from elastic.telemetry.journal import SCHEMA, Journal, _RotatingFile, _Writer
 from elastic.telemetry.log import LOGGER_NAME, LogOrigin, UtcFormatter
 from elastic.telemetry.reader import read_folder
 from elastic.telemetry.runs import default_journal, journal_beside
@@ -238,6 +238,23 @@ def test_the_last_line_of_a_closed_journal_is_journal_closed(tmp_path: Path) -> 
     journal.emit(Waiting(reason="late"))
     journal.close()
     assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened", "journal-closed"]
+
+
+def test_the_thread_of_a_closed_journal_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program that launched an agent goes on, and finds no thread of it."""
+    run = _Writer._run
+
+    def ends_late(self: _Writer) -> None:
+        run(self)
+        threading.Event().wait(0.2)
+
+    monkeypatch.setattr(_Writer, "_run", ends_late)
+    journal = journal_in(tmp_path)
+    thread = journal._writer._thread  # type: ignore[union-attr]
+    journal.close()
+    assert not thread.is_alive()
 
 
 def test_the_first_line_starts_with_schema_role_and_run_id() -> None:
