@@ -12,9 +12,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # Each run of pytest lists its slowest tests, and `make test` those of both runs.
 DURATIONS := build/durations
 SLOWEST = --durations=25 --durations-min=1 --junitxml=$(DURATIONS)/$@.xml
-# Two files at a time, or four for cluster tests, whose nodes mostly wait. With three, both cores are full and all is slower.
+# Tests that mostly wait: for nodes, etcd, processes and timeouts. Several of their files run at a time, beside
+# two of those that compute.
+WAITING := tests/integration tests/kill tests/security
 BY_FILE = --dist loadfile --no-loadscope-reorder $(SLOWEST)
-PYTEST = $(BIN)/pytest -n 2 $(BY_FILE)
 # A guarantee's cheapest proof: within ten minutes on two cores. `make test-all` adds those marked slow.
 TIER := not soak and not slow
 # One run of mypy for everything: a run per folder would read torch's types again. Module names must
@@ -25,7 +26,7 @@ TYPED := $(filter-out tests/kit,$(patsubst %/,%,$(wildcard tests/*/ tests/unit/*
   benchmarks/scripts
 AS_USERS_WRITE := tests/(idioms/(scripts|refused)|integrations/scripts)/
 
-.PHONY: demo test test-all concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-frameworks gpu-bench format clean
+.PHONY: demo test test-all concurrent check docs computing waiting compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-frameworks gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV) dev
@@ -59,28 +60,27 @@ check: $(STAMP)
 	  elastic checkpoints torch_elastic_harness.py tests benchmarks $(CONFTESTS)
 	$(BIN)/lint-imports
 
-# Nodes in tests mostly wait, so everything else runs concurrently at a lower priority. The cluster
-# tests finish first; the rest then uses both cores.
+# What computes runs at a lower priority than what waits, whose nodes have deadlines.
 test: $(STAMP)
 	rm -rf $(DURATIONS)
-	$(MAKE) --no-print-directory -j2 --keep-going cluster concurrent; code=$$?; \
+	$(MAKE) --no-print-directory -j2 --keep-going waiting concurrent; code=$$?; \
 	  $(BIN)/python scripts/slowest_tests.py $(DURATIONS); exit $$code
 
 test-all:
 	$(MAKE) --no-print-directory test TIER="not soak"
 
 concurrent: $(STAMP)
-	nice -n 5 $(MAKE) --no-print-directory check docs unit
+	nice -n 5 $(MAKE) --no-print-directory check docs computing
 
 # In build/site. A broken link, or a public name without a docstring and an entry, fails; no network is needed.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-unit: $(COMPILED)
-	$(PYTEST) -m "not cluster and not gpu and $(TIER)"
+computing: $(COMPILED)
+	$(BIN)/pytest -n 2 $(BY_FILE) -m "not gpu and $(TIER)" $(WAITING:%=--ignore=%)
 
-cluster: $(COMPILED)
-	$(BIN)/pytest -n 4 $(BY_FILE) -m "cluster and $(TIER)"
+waiting: $(COMPILED)
+	$(BIN)/pytest -n 5 $(BY_FILE) -m "not gpu and $(TIER)" $(WAITING)
 
 # Separate environments in ~/.cache: 25 GB on first use, then about 10 minutes for each.
 compat: $(STAMP)
@@ -97,7 +97,7 @@ soak: $(STAMP) streams
 # The in-process kill suite on a backend with NCCL's semantics: results are written after a collective
 # has returned, and aborted collectives look complete.
 streams: $(STAMP)
-	TRAINING_BACKEND=nccl_semantics $(BIN)/pytest -m "cluster and not soak" \
+	TRAINING_BACKEND=nccl_semantics $(BIN)/pytest -m "not soak" \
 	  tests/kill/test_in_process.py tests/kill/test_in_process_phases.py tests/kill/test_own_loops.py \
 	  tests/kill/test_deaths_in_replicas.py tests/kill/test_building_in_worlds.py
 
@@ -128,7 +128,7 @@ gpu-tests: $(GPU_STAMP)
 	$(GPU_BIN)/python -m pytest -n 4 tests/gpu tests/kill/test_nccl.py -m gpu
 
 gpu-kills: $(GPU_STAMP)
-	SHARED_GPU=1 $(GPU_BIN)/python -m pytest -n 3 --dist loadfile -m "cluster and not soak" \
+	SHARED_GPU=1 $(GPU_BIN)/python -m pytest -n 3 --dist loadfile -m "not soak" \
 	  tests/kill/test_in_process.py tests/kill/test_in_process_phases.py tests/kill/test_own_loops.py \
 	  tests/kill/test_deaths_in_replicas.py tests/kill/test_hsdp.py tests/kill/test_hangs.py
 

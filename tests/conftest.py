@@ -65,12 +65,11 @@ LONGEST = (
     "test_partitions.py",
 )
 
-# Folders whose tests mostly wait for clusters, processes and timeouts, while others use the cores.
-# Then those with the longest files that compute all the time.
+# Folders whose tests mostly wait, and those with the longest files that compute: the Makefile runs
+# both kinds at a time.
 FIRST = ("kill", "integration", "security", "contract", "idioms", "integrations", "generator")
 
-# Files in which all tests start clusters, and in which all are slow.
-ALL_OF_CLUSTERS = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.cluster\b", re.MULTILINE)
+# Files in which all tests are slow.
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 # Marks of tests that are not even collected without them: some have thousands of parameters.
 OMITTED = ("soak", "slow")
@@ -143,18 +142,12 @@ def _hide_gpus(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without a test that ``-m "cluster ..."``, ``-m "not cluster ..."`` or ``-m "not
-    slow ..."`` selects: importing all files takes seconds of CPU time in each process."""
-    wanted = str(config.option.markexpr)
-    if not (wanted and collection_path.name.startswith("test_") and collection_path.is_file()):
+    """Skip files without a test that ``-m "not slow ..."`` selects: importing all files takes
+    seconds of CPU time in each process."""
+    is_test = collection_path.is_file() and collection_path.name.startswith("test_")
+    if not is_test or "not slow" not in str(config.option.markexpr):
         return None
-    text = collection_path.read_text()
-    is_omitted = (
-        ("not slow" in wanted and ALL_SLOW.search(text) is not None)
-        or ("not cluster" in wanted and ALL_OF_CLUSTERS.search(text) is not None)
-        or (wanted.startswith("cluster") and "mark.cluster" not in text)
-    )
-    return True if is_omitted else None
+    return True if ALL_SLOW.search(collection_path.read_text()) else None
 
 
 def pytest_pycollect_makeitem(

@@ -25,7 +25,6 @@ from elastic.testing.waiting import eventually
 
 REFUSED = why_not()
 pytestmark = [
-    pytest.mark.cluster,
     pytest.mark.skipif(REFUSED is not None, reason=str(REFUSED)),
 ]
 PREEMPTED = 75

@@ -24,7 +24,6 @@ from elastic.store.embedded import find_binary
 
 REFUSED = why_not()
 pytestmark = [
-    pytest.mark.cluster,
     pytest.mark.skipif(REFUSED is not None, reason=str(REFUSED)),
 ]
 

@@ -22,7 +22,6 @@ from checkpoints.testing import FaultyStorage
 from elastic.testing.forks.program import start_python
 
 NAME = script.NAME
-pytestmark = pytest.mark.cluster
 Result = dict[str, Any]
 Run = Callable[..., list[Result]]
 

@@ -18,7 +18,6 @@ from elastic.testing.small_world.world import SmallWorld, WorkerResult
 SCRIPT = Path(__file__).with_name("layout_script.py")
 LIMIT_S = 400.0  # it takes seconds; a shared machine may take a hundred times as long
 NOTES_BYTES = 20_000  # of a checkpoint in addition to its tensors
-pytestmark = pytest.mark.cluster
 
 
 class Job:

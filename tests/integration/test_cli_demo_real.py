@@ -20,8 +20,6 @@ from elastic.testing.forks.program import start_python
 from elastic.testing.forks.server import SLOW_START
 from elastic.testing.waiting import eventually
 
-pytestmark = pytest.mark.cluster
-
 DEADLINE_S = 540.0
 
 

@@ -18,8 +18,6 @@ from elastic.cli import run as processes
 from elastic.telemetry.reader import read_folder
 from elastic.testing.forks.program import run_program, start_python
 
-pytestmark = pytest.mark.cluster
-
 DEADLINE_S = 240.0  # two agents with a worker each, on a busy machine
 
 MEET = r"""

@@ -523,7 +523,6 @@ def terminal(
 
 
 @pytest.mark.slow
-@pytest.mark.cluster
 @pytest.mark.parametrize(
     "page",
     sorted((page for page in PAGES if commands_on(page)), key=lambda page: (page in LAST, page)),

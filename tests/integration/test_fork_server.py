@@ -271,7 +271,6 @@ def workers_of(token: str) -> list[Process]:
     return [p for p in marked_with(token) if "LOCAL_RANK" in p.environment]
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize(
     "launcher",
     [

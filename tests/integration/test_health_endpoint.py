@@ -113,7 +113,6 @@ def start(tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str) -> Iterator[Call
         agent.node.kill()
 
 
-@pytest.mark.cluster
 def test_a_waiting_agent_is_live_but_not_ready_and_exits_on_sigterm(
     start: Callable[..., Agent],
 ) -> None:
@@ -128,7 +127,6 @@ def test_a_waiting_agent_is_live_but_not_ready_and_exits_on_sigterm(
     assert agent.node.processes() == []
 
 
-@pytest.mark.cluster
 def test_an_agent_whose_main_thread_hangs_is_not_live(start: Callable[..., Agent]) -> None:
     """torchrun polls its workers once an hour, so it would not notice their exit."""
     agent = start(PET_NNODES="1", PET_MONITOR_INTERVAL="3600")

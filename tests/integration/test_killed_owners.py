@@ -87,7 +87,6 @@ def is_agent(process: Process) -> bool:
     return "torch.distributed.run" in process.command and not is_worker(process)
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("owner", "how"),
     [

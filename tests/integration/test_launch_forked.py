@@ -19,8 +19,6 @@ from elastic.testing.forks.program import start_python
 from elastic.testing.processes import is_alive
 from elastic.testing.waiting import eventually
 
-pytestmark = pytest.mark.cluster
-
 PROGRAM = Path(__file__).parent / "forking_program.py"
 PATIENCE_S = 180.0  # a restart that needs SIGKILL takes 30 s more
 

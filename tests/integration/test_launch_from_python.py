@@ -13,7 +13,7 @@ import pytest
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.forks.program import run_program
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 Seen = dict[str, Any]

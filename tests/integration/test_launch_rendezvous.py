@@ -16,8 +16,6 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.forks.program import start_python
 from elastic.testing.waiting import eventually
 
-pytestmark = pytest.mark.cluster
-
 PROGRAM = Path(__file__).parent / "meeting_program.py"
 APART_S = 8.0  # torch's second process arrives 7 to 17 s after the first, because it imports torch
 PATIENCE_S = 120.0

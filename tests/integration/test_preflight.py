@@ -60,7 +60,6 @@ def torchrun(
     return run_program(command, env, timeout_s=3 * PATIENCE_S)
 
 
-@pytest.mark.cluster
 def test_an_unfit_node_exits_with_71_before_it_registers(
     tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str, connect: Callable[..., EtcdStore]
 ) -> None:
@@ -76,7 +75,6 @@ def test_an_unfit_node_exits_with_71_before_it_registers(
     assert unasked.returncode == 0, unasked.stderr
 
 
-@pytest.mark.cluster
 def test_a_fit_node_passes_and_trains(tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str) -> None:
     well = torchrun(tmp_path, shared_etcd, root, conf="preflight=1")
     assert well.returncode == 0, well.stderr
@@ -140,7 +138,6 @@ run.retry(lambda: print("trained", flush=True))
 
 
 @pytest.mark.slow
-@pytest.mark.cluster
 def test_a_worker_with_preflight_is_checked_before_it_joins(
     tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str
 ) -> None:

@@ -23,7 +23,6 @@ SCRIPT = Path(script.__file__)
 DEADLINE_S = 400  # a scenario takes seconds; a shared machine may take a hundred times as long
 # On an idle machine: it takes milliseconds, and after 10 s the process is ended.
 RELEASED_WITHIN_S = 3.0
-pytestmark = pytest.mark.cluster
 
 Result = dict[str, Any]
 

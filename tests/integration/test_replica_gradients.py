@@ -23,7 +23,6 @@ from elastic.testing.node import LocalNode
 
 SCRIPT = Path(program.__file__)
 DEADLINE_S = 400  # it takes seconds; a shared machine may take a hundred times as long
-pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from elastic.testing.node import LocalNode
 
 SCRIPT = Path(program.__file__)
 DEADLINE_S = 540  # it takes seconds; a shared machine may take a hundred times as long
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 Results = dict[str, dict[str, Any]]
 
 

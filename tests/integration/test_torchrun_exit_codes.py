@@ -19,8 +19,6 @@ from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 RUNS_ALONE = {"PET_NNODES": "1"}
 
 

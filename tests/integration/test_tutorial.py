@@ -13,7 +13,6 @@ import tutorial_output
 
 
 @pytest.mark.slow
-@pytest.mark.cluster
 def test_the_tutorials_output_is_what_its_commands_print(tmp_path: Path) -> None:
     page = tutorial_output.PAGE.read_text(encoding="utf-8")
     new = tutorial_output.renewed(page, tmp_path)

@@ -23,7 +23,6 @@ from elastic.testing.node import LocalNode
 
 SCRIPT = Path(script.__file__)
 DEADLINE_S = 240
-pytestmark = pytest.mark.cluster
 
 
 @dataclass

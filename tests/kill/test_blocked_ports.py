@@ -14,7 +14,7 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 
 WHY_NOT = why_unavailable()
-pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 def block_stores(job: NetworkJob, name: str) -> None:

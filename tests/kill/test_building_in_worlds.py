@@ -18,7 +18,7 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode, worker_pids
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPT = SCRIPTS / "paced_build.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2_in_process.py"

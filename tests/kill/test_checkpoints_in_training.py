@@ -17,8 +17,6 @@ import checkpoints
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "saving.py"
 WORKLOAD = Workload()  # the workload of the fixture `undisturbed`
 BY_THE_CLOCK = replace(WORKLOAD, extra=("--seconds=0.5",))

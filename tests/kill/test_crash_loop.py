@@ -13,8 +13,6 @@ from elastic.membership.progress import decode_progress
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 QUARANTINE_S = 15.0
 WORKLOAD = Workload(samples=500, epochs=300, step_s=0.2)
 

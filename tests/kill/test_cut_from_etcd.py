@@ -22,8 +22,6 @@ from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=250, epochs=20, step_s=0.6)
 LEASE_S = 2.0

@@ -28,8 +28,6 @@ from elastic.wire.messages import Cause
 LAST_CALL_S = 20.0
 WORKERS_GONE_S = 8.0  # on an idle machine; the guarantee is 2 s. Orphans would stay for minutes.
 
-pytestmark = pytest.mark.cluster
-
 
 @pytest.fixture(
     scope="module",

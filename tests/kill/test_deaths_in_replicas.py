@@ -19,8 +19,6 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "phases_of_replicas.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"
 SHARDS = 2

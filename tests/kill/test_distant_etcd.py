@@ -14,7 +14,6 @@ from elastic.store.embedded import EmbeddedEtcd
 
 WHY_NOT = why_unavailable()
 pytestmark = [
-    pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]

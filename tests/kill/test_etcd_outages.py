@@ -13,8 +13,6 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 # Many times the lease (4 s), and the longest wait between two attempts to reach etcd.
 OUTAGE_S = 20.0
 LONG_OUTAGE_S = 60.0

@@ -13,7 +13,7 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 WORKLOAD = Workload(samples=480, epochs=100, step_s=0.2)
 CONF = {"hang_timeout_s": 2.0, "hang_script_timeout_s": 6.0}

@@ -15,7 +15,7 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.telemetry.reader import merge, read_folder
 from elastic.testing.node import LocalNode, worker_pids
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # The place in the script, and the last line of what it raises there.
 FAILURES = {

@@ -13,8 +13,6 @@ from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import worker_pids
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EPOCHS = 15
 # Its file, what it needs, and what it prints after each epoch.

@@ -27,8 +27,6 @@ FRAMEWORKS = {
     "fabric": "loop_job.py",
 }
 
-pytestmark = pytest.mark.cluster
-
 
 class Job(LocalCluster):
     """A job of a framework whose places wait for a file, so that a fault meets them."""

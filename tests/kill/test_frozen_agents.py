@@ -11,7 +11,7 @@ from training_job import PLAIN, SESSION, TrainingJob, Workload, train_undisturbe
 
 from elastic.store.embedded import EmbeddedEtcd
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 WORKLOAD = Workload(samples=250, epochs=9, step_s=0.8, save_every=4)
 LEASE_S = 2.0

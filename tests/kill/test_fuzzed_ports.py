@@ -21,7 +21,7 @@ from elastic.testing.waiting import PATIENCE_S
 from elastic.wire.base import AuthenticationError
 from elastic.wire.handshake import SecretKey
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=250, epochs=6, step_s=0.8)

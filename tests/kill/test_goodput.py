@@ -32,8 +32,6 @@ from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 WORKLOAD = Workload(epochs=4, step_s=0.3)
 # The time that may be unaccounted for on an idle machine: a killed worker has not logged its last
 # window.

@@ -24,8 +24,6 @@ from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S, eventually
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "hangs.py"
 # Never trained to its end: even on a slow machine, its tests finish before its slower second half.
 WORKLOAD = Workload(samples=2400, epochs=1000, step_s=0.05, save_every=100)

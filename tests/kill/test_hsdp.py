@@ -17,7 +17,7 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPT = SCRIPTS / "paced_run.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"

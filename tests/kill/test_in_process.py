@@ -20,8 +20,6 @@ from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 from elastic.wire.messages import Cause, WorldState
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=8, step_s=0.5)
 # On an idle machine; the guarantee is 1 s. Otherwise workers would stay for minutes.

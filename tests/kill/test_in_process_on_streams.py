@@ -19,7 +19,7 @@ from training_job import TrainingJob, Workload, train_undisturbed
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode, worker_pids
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 WORKLOAD = Workload(samples=250, epochs=12, step_s=0.6)
 PATIENCE_S = 200.0  # two starts of workers and a deadline, on a busy machine

@@ -23,8 +23,6 @@ from elastic.testing.node import LocalNode, worker_pids
 from elastic.testing.waiting import PATIENCE_S
 from elastic.wire.messages import Cause
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=250, epochs=20, step_s=0.6)
 IN_A_STEP = ("forward", "backward", "between", "after-optimizer", "after-scheduler", "evaluation")

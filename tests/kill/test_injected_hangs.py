@@ -24,7 +24,7 @@ from training_job import train_undisturbed
 
 from elastic.store.embedded import EmbeddedEtcd
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SEED = 17
 RUNS = int(os.environ.get("INJECTED_HANGS", "200"))

@@ -9,7 +9,6 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
@@ -19,8 +18,6 @@ from elastic.testing.journal import read_journal
 from elastic.testing.ledger import read_ledger
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S, eventually
-
-pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "saving.py"
 # Only the end of a job saves a checkpoint.

@@ -18,8 +18,6 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.store.etcd import EtcdStore
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "leaving.py"
 # The committed steps at each moment; None: the state of the last commit cannot be restored.
 COMMITTED: dict[str, int | None] = {

@@ -22,8 +22,6 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "paced_run.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"
 SHARDS = 2

@@ -15,8 +15,6 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.faults import Everyone, Kill, KillWorker, OfRank
 from elastic.testing.journal import read_journal
 
-pytestmark = pytest.mark.cluster
-
 EVERY = 2
 SCRIPT = SCRIPTS / "wiring.py"
 

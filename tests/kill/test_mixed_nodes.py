@@ -18,7 +18,7 @@ from elastic.testing.node import LocalNode
 from elastic.testing.processes import freeze, is_alive
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 NPROC = {"two": 2, "one": 1}
 # A step takes as long as its samples: 0.8 s on three ranks. Data workers are never idle, and an

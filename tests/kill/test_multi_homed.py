@@ -18,7 +18,6 @@ from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = [
-    pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.skipif(
         not networks.available(), reason="network namespaces need root, and `ip` of iproute2"

@@ -29,7 +29,6 @@ WORKLOAD = Workload(
 )
 
 pytestmark = [
-    pytest.mark.cluster,
     pytest.mark.gpu,
     pytest.mark.timeout(600),
     pytest.mark.skipif(GPUS == 0, reason="torch.cuda.is_available() is false here"),

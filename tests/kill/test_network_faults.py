@@ -26,7 +26,7 @@ from elastic.testing.slowness import is_within, measure_slowness
 from elastic.testing.waiting import PATIENCE_S
 
 WHY_NOT = why_unavailable()
-pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 SHORT_S, LONG_S = 5.0, 60.0
 # From the fault to the next step, on an idle machine, if the partition is not healed. A broken

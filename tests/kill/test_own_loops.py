@@ -19,8 +19,6 @@ from training_job import (
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "own_loop.py"
 
 

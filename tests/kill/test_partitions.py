@@ -16,7 +16,6 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 
 pytestmark = [
-    pytest.mark.cluster,
     pytest.mark.skipif(
         not networks.available(), reason="network namespaces need root, and `ip` of iproute2"
     ),

@@ -26,8 +26,6 @@ from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 from elastic.wire.messages import WorldState
 
-pytestmark = pytest.mark.cluster
-
 # Few and slow steps: the job must outlast ten minutes of changes on a busy machine, and ends in
 # seconds after ``hurry``.
 WORKLOAD = Workload(samples=500, epochs=7, step_s=0.8, save_every=20)

@@ -26,8 +26,6 @@ from elastic.testing.forks.program import run_program
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 CONNECT_TIMEOUT_S = 3.0
 START_S = 25.0  # importing torch on a busy machine
 

@@ -19,8 +19,6 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 WORKLOAD = Workload(samples=250, epochs=3, save_every=10)
 
 

@@ -14,8 +14,6 @@ from training_job import SCRIPTS, TrainingJob, Workload
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.processes import send
 
-pytestmark = pytest.mark.cluster
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"
 WORKLOAD = Workload(
     samples=110,

@@ -29,7 +29,7 @@ from training_job import TrainingJob
 
 __all__ = ["before", "jobs", "layout", "reference"]  # fixtures
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,8 +14,6 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 from elastic.wire.messages import WorldState
 
-pytestmark = pytest.mark.cluster
-
 
 @pytest.fixture(scope="module")
 def jobs(

@@ -24,8 +24,6 @@ from elastic.testing.forks.server import ForkedPopen, can_fork, shared_fork_serv
 from elastic.testing.ledger import LedgerReader
 from elastic.testing.waiting import PATIENCE_S, eventually
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "wiring.py"
 EVERY = 5
 WORKLOAD = Workload(samples=48, batch=24, epochs=50, step_s=0.1, save_every=EVERY)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from training_job import SCRIPTS
 
 from elastic.store.embedded import EmbeddedEtcd
@@ -12,8 +11,6 @@ from elastic.testing.cluster import LocalCluster
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import TorchrunOptions
 from elastic.testing.waiting import PATIENCE_S
-
-pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "own_checkpoints.py"
 

@@ -19,7 +19,7 @@ from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPT = SCRIPTS / "paced_example.py"
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,7 +14,7 @@ from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import TorchrunOptions
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 START = re.compile(r"start at step (\d+) over (\d+) ranks")
 

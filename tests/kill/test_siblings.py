@@ -18,8 +18,6 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 SCRIPT = SCRIPTS / "wiring.py"
 # Only a death saves a checkpoint.
 WORKLOAD = Workload(samples=240, epochs=400, step_s=0.1, save_every=1000)

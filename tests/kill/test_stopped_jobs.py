@@ -13,8 +13,6 @@ from elastic.cli.main import main
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 # Only the end of a job, or of a node's part in it, saves a checkpoint.
 WORKLOAD = Workload(samples=240, epochs=400, step_s=0.05, save_every=100_000)
 

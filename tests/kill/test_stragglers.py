@@ -13,7 +13,7 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPT = SCRIPTS / "stragglers.py"
 WORKLOAD = Workload(samples=1000, batch=24, epochs=8, step_s=0.02, save_every=50)

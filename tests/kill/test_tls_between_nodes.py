@@ -17,7 +17,7 @@ from elastic.testing.waiting import PATIENCE_S
 from elastic.tuning.options import NODE_TLS
 from elastic.wire.handshake import ClientHandshake, SecretKey, frame
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SCRIPT = SCRIPTS / "session.py"
 WORKLOAD = Workload(samples=500, epochs=6, step_s=0.5, extra=("--memory-every=5",))

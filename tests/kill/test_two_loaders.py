@@ -18,7 +18,7 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPT = SCRIPTS / "two_loaders.py"
 WORKLOAD = Workload(samples=300, epochs=6, step_s=0.6)

@@ -13,8 +13,6 @@ from elastic.testing.journal import read_journal
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
-
 WORKERS_GONE_S = 4.0  # on an idle machine; the guarantee is 2 s
 
 

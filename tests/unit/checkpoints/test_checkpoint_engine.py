@@ -321,13 +321,16 @@ def test_a_rank_of_several_never_skips_a_save_alone() -> None:
         engine.save_async(small_state(step), step=step, world=of_two)
     third = engine.save_async(small_state(3), step=3, world=of_two)
     assert third.outcome is not None and third.outcome.stall_s >= 0.3  # waited, unlike one writer
-    patient = Engine(FaultyStorage(MemoryStorage(), before=hang), deadline_s=LONG_S)
+    now_s = [0.0]
+    storage = FaultyStorage(MemoryStorage(), before=hang)
+    patient = Engine(storage, deadline_s=LONG_S, monotonic=lambda: now_s[0])
     for step in (1, 2):
         patient.save_async(small_state(step), step=step, world=of_two)
     skips = patient.save_async(small_state(4), step=4, world=of_two, wait_s=0.0)
     assert skips.outcome is not None and skips.outcome.stall_s < LONG_S, "it waits for no buffer"
     gate.set()
     engine.close()
+    now_s[0] += 2 * LONG_S  # the other writer never comes
     patient.close()
     with (
         Engine(MemoryStorage(), busy="skip") as engine,
