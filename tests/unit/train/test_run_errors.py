@@ -440,6 +440,38 @@ def test_join_in_a_child_process_names_the_guard(tmp_path: Path, is_guarded: boo
     assert ("[2]" in done.stdout) is is_guarded
 
 
+SPAWNS_DATA_WORKERS = """
+import elastic
+from torch.utils.data import DataLoader
+
+def main():
+    run = elastic.join()
+    loader = DataLoader([1.0] * 8, batch_size=2, num_workers=1, multiprocessing_context={context!r})
+    print(run.loader(loader, global_batch=2).batch_size)
+
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "call", "is_refused"),
+    [
+        ("spawn", "main()", True),
+        ("fork", "main()", False),
+        ("spawn", "if __name__ == '__main__':\n    main()", False),
+    ],
+)
+def test_data_workers_that_would_run_the_script_again_are_refused_before_they_start(
+    tmp_path: Path, context: str, call: str, is_refused: bool
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNS_DATA_WORKERS.format(context=context, call=call))
+    done = run_forked([sys.executable, str(script)], timeout_s=PATIENCE_S)
+    assert (done.returncode == 0) is not is_refused, done.stderr
+    assert ("each would run the script from its beginning" in done.stderr) is is_refused
+    assert ('if __name__ == "__main__":' in done.stderr) is is_refused
+
+
 def test_join_in_a_data_worker_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "get_worker_info", object)
     with pytest.raises(ConfigError, match="called in a data worker"):
