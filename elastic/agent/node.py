@@ -382,10 +382,12 @@ class NodeStatus:
         # A refusal of the script by this library ends with its hint, to be followed first.
         reason, _, hint = done.reason.partition("\n")
         message = f"the job under {self._keys.root} has failed: {reason}"
-        advice = (hint.strip(), self._keys.how_to_continue)
+        hint = hint.strip()
+        # (Not behind lines of code, which would be copied with it.)
+        separator = "\nthen " if "\n" in hint else "; then "
         return kind(
             f"{message}\n\n{self.timeline}\n" if self.timeline else message,
-            hint="; then ".join(filter(None, advice)),
+            hint=separator.join(filter(None, (hint, self._keys.how_to_continue))),
         )
 
 

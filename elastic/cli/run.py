@@ -32,7 +32,7 @@ from elastic.cli.arguments import CommandParser, at_least, nearest
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, Preempted
 from elastic.telemetry.log import wrapped
 from elastic.telemetry.output import OutputLines, with_origin
-from elastic.telemetry.runs import after_its_end, while_it_runs
+from elastic.telemetry.runs import after_its_end, is_known, while_it_runs
 from elastic.tuning.environment import human
 from elastic.tuning.intervals import (
     CLI_POLL_S,
@@ -657,7 +657,8 @@ def main(argv: Sequence[str]) -> int:
             say(f"from another terminal: {while_it_runs(args.rdzv_id)}")
         announce(args)
         code = run_local(args) if args.nodes_local else run_agent(args)
-    if names_its_run and code != arguments.INTERRUPTED:
+    # (Arguments that torch, an agent or etcd refuses are no run: the last line is the remedy.)
+    if names_its_run and code != arguments.INTERRUPTED and is_known(args.rdzv_id):
         has_failed = code not in (arguments.DONE, Preempted.exit_code)
         more = after_its_end(args.rdzv_id, has_failed=has_failed)
         say(f"{'done' if code == arguments.DONE else describe(code)}; {more}")

@@ -158,6 +158,11 @@ def local_runs(environ: Mapping[str, str] = os.environ) -> list[LocalRun]:
     return sorted((run for run in runs if run is not None), key=lambda run: -run.since_s)
 
 
+def is_known(run_id: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether an agent of this run has registered on this machine."""
+    return (state_folder(environ) / _quoted(run_id) / _RUN_FILE).is_file()
+
+
 def forget(run_id: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Remove the run's entry, and its journals in the state folder. False if it is unknown."""
     folder = state_folder(environ) / _quoted(run_id)

@@ -244,6 +244,7 @@ def test_an_unknown_option_exits_with_2_and_suggests_the_closest_match(folder: P
     assert done.returncode == 2, done.stderr
     assert "leese_s" in done.stderr and "lease_s" in done.stderr
     assert "Traceback" not in done.stderr
+    assert "elastic logs" not in done.stderr, "no agent has begun: there is nothing to show"
 
 
 @pytest.mark.parametrize("staying", ["stubborn.py"], indirect=True)

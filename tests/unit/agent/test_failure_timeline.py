@@ -162,14 +162,19 @@ def test_a_job_with_a_generated_id_is_simply_started_again(run_id: str, is_delet
     assert (f"delete /elastic/{run_id}/done in etcd" in text) is is_deletable
 
 
-def test_the_error_of_a_refused_job_ends_with_the_hint_and_the_way_to_continue() -> None:
+@pytest.mark.parametrize(
+    ("hint", "separator"), [("track it", "; "), ("if x:\n    main()", "\n")], ids=["text", "code"]
+)
+def test_the_error_of_a_refused_job_ends_with_the_hint_and_the_way_to_continue(
+    hint: str, separator: str
+) -> None:
     keys = Keys.of("/elastic", "llama-7", is_etcd_local=True)
     status = NodeStatus(node("n1"), keys, 0.0)
-    status.set_done(replace(ended(exit_code=2), reason="the script failed\n  track it"))
+    status.set_done(replace(ended(exit_code=2), reason=f"the script failed\n  {hint}"))
     with pytest.raises(ConfigError) as caught:
         status.raise_if_over()
     assert caught.value.message == "the job under /elastic/llama-7/ has failed: the script failed"
-    assert caught.value.hint == f"track it; then {keys.how_to_continue}"
+    assert caught.value.hint == f"{hint}{separator}then {keys.how_to_continue}"
 
 
 def test_a_job_in_an_etcd_of_this_machine_continues_under_another_id() -> None:
