@@ -851,11 +851,19 @@ class CheckpointManager:
         present = self.writers.present
         return present.group if present is not None and not present.is_over else None
 
-    def flush(self, job: JobState, deadline_s: float, peers: Peers = Peers.SAVE_AS_WELL) -> bool:
+    def flush(
+        self,
+        job: JobState,
+        deadline_s: float,
+        peers: Peers = Peers.SAVE_AS_WELL,
+        *,
+        before_alone: Callable[[], object] = lambda: None,
+    ) -> bool:
         """Commit the job's current step within ``deadline_s`` seconds.
 
-        Returns whether it is known to be committed; for ``Peers.CONTINUE``, whether this
-        rank's share is written.
+        ``before_alone`` is called if peers that should save as well do not, and this rank may write
+        the complete state. Returns whether the step is known to be committed; for
+        ``Peers.CONTINUE``, whether this rank's share is written.
         """
         if not self.is_open:
             return False
@@ -864,11 +872,15 @@ class CheckpointManager:
             return last.share()
         if peers is Peers.ARE_GONE:
             return last.alone()
-        return last.together()
+        return last.together(before_alone)
 
     def stop(self) -> None:
         """Accept no further saves, because the state must not be restored."""
         self.due = None
+
+    def has_begun(self, step: int) -> bool:
+        """Whether all ranks of the world save that step, or have."""
+        return self._saved_step >= step
 
     @property
     def committed_step(self) -> int:
@@ -1014,9 +1026,9 @@ class LastSave:
         self._is_announced = False
         self._step = job.progress.step
 
-    def together(self) -> bool:
+    def together(self, before_alone: Callable[[], object] = lambda: None) -> bool:
         """Called by every rank of a complete world at the same step. Returns whether the step is
-        committed."""
+        committed. ``before_alone``: see :meth:`CheckpointManager.flush`."""
         if not self._saver.writers.is_writer:
             return self._wait_until_committed()
         if self._saver.writers.is_complete:
@@ -1038,6 +1050,7 @@ class LastSave:
             is_overtaken = _is_stale(handle) and self._saver.is_permitted()
             if is_alone and not is_overtaken:
                 return False  # no permission, or the disk has failed or does not respond
+        before_alone()
         return self.alone()
 
     def alone(self) -> bool:

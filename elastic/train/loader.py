@@ -1118,7 +1118,7 @@ class ElasticLoader:
     def advance(self) -> None:
         """Advance the position: the step is committed. Raises ConfigError at the epoch's end."""
         self._current = None
-        self._loggers |= {r for r, in_step in self._asked.items() if in_step} - self._starters
+        self._asked_in_step()
         self._asked.clear()
         self.sampler.advance()
         self.following.step_committed()
@@ -1171,7 +1171,13 @@ class ElasticLoader:
         known = self._starters | self._loggers
         if in_step and any(inside and r not in known for r, inside in self._asked.items()):
             raise _index_of_open_step(self.position.step)
+        if not in_step:
+            self._asked_in_step()  # of a loop that was left in its first step, not committed yet
         self._starters |= self._asked.keys() - self._loggers
+
+    def _asked_in_step(self) -> None:
+        """What has read the index in a step, but counts no batches from it, only reports it."""
+        self._loggers |= {r for r, in_step in self._asked.items() if in_step} - self._starters
 
     def begin_pass(self) -> None:
         """Begin a pass whose epochs nobody counts: the next epoch, if this one is complete.

@@ -779,7 +779,10 @@ class StepLoop:
         is_checked = loader is not None and self.resumes
         is_in_middle = loader is not None and loader.position.step + 1 < len(loader)
         is_alone = self.current.accumulation.since is None
-        if is_checked and is_alone and step is not None and follows_its_loop():
+        # A loop over the micro-batches of an accumulation ends in the middle of an epoch, too.
+        may_follow = is_checked and step is not None and (is_alone or not is_in_middle)
+        if may_follow and follows_its_loop():
+            assert step is not None
             if is_in_middle:
                 raise _left_after_commit(step)
             self._leave_held()  # no batch is left
@@ -855,7 +858,7 @@ class StepLoop:
     def finish(self, *, is_last: bool = False) -> None:
         """At the end of training: save the state unless it is already saved.
 
-        ``is_last``: the process ends, and no other loop follows.
+        ``is_last``: the process ends, no other loop follows, and the caller saves the state.
         """
         self._leave_held()
         self.end_left_loop()
@@ -871,7 +874,7 @@ class StepLoop:
         if self.scope.passes:
             for loader in self._job.loaders.values():
                 loader.pass_has_ended()
-        if (self.scope.is_last_call or is_last) and not self._progress.is_catching_up:
+        if self.scope.is_last_call and not is_last and not self._progress.is_catching_up:
             self._checkpoints.save(self._job)  # unless this step is already saved
 
 

@@ -405,6 +405,9 @@ class InProcess:
         """Whether the newest world has other nodes."""
         return self._worlds.nodes > 1
 
+    def leave_end(self) -> None:
+        """Do nothing: all ranks agreed on the state at the end of run.retry."""
+
     def roll_back(self, *, is_stopped: bool) -> bool:
         """Whether the state is that of the last boundary.
 
@@ -543,6 +546,13 @@ class Restart:
     def flush_after_error(self) -> None:
         """Let one of the remaining ranks write the complete state."""
         self._checkpoints.flush(self._job, leaving_s(), Peers.ARE_GONE)
+
+    def leave_end(self) -> None:
+        """A restarted script runs the code after its loop again, if a rank has failed in it or the
+        script is started once more: a checkpoint must not contain its effects. Without a copy of
+        weights that this code has changed, it does."""
+        if self.can_roll_back and self._progress.rollback.can_restore:
+            self._progress.roll_back()
 
     def roll_back(self, *, is_stopped: bool) -> bool:
         """See :meth:`RankProgress.roll_back <elastic.train.progress.RankProgress>`."""

@@ -503,12 +503,21 @@ class Shutdown:
                 position=self._lifecycle.world.rank_in_replica,
             )
         if self._lifecycle.is_restored and self._current.step is None:
-            self._checkpoints.flush(self._job, LAST_SAVE_S)
+            self._save_end()
         self._checkpoints.release()
         self._checkpoints.close(0.0)
         for module in self._job.modules.values():
             module.leave_world()
         self._group.destroy()
+
+    def _save_end(self) -> None:
+        """Save the last state, unless it is saved. Where the script counts passes over loaders, and
+        not run.epochs, the code after the last pass is part of it, on all ranks."""
+        strategy = self._session.strategy
+        is_begun = self._checkpoints.has_begun(self._job.progress.step)
+        if not self._session.scope.passes and not is_begun:
+            strategy.leave_end()
+        self._checkpoints.flush(self._job, LAST_SAVE_S, before_alone=strategy.leave_end)
 
     def _end_with(self, error: str) -> None:
         """Save the last commit, if possible, before the script's exception ends the process."""

@@ -97,6 +97,10 @@ class RecoveryStrategy(Protocol):
     def is_state_held_elsewhere(self) -> bool:
         """Whether other nodes continue with the state when this process is restarted."""
 
+    def leave_end(self) -> None:
+        """At the clean end of the process, return to the last boundary: what the script has changed
+        since is complete on all ranks only if they agreed on it."""
+
     def roll_back(self, *, is_stopped: bool) -> bool:
         """Roll back to the last commit. Returns False if the weights may contain later updates.
 

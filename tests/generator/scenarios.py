@@ -56,6 +56,7 @@ class Scenario:
     call: int = 0
     later: tuple[Death, ...] = ()  # of other workers, of replacements, or after each resumption
     resumed_size: int = 0
+    is_started_again: bool = False  # once more, after it has ended
 
     @property
     def description(self) -> str:
@@ -67,7 +68,7 @@ class Scenario:
         text += f" by {self.resumed_size} ranks" if self.resumed_size else ""
         for death in self.later:
             text += f", then worker {death.rank} ({death.counted} {death.event} of a later world)"
-        return text
+        return text + ", and started again after its end" * self.is_started_again
 
     def size_of(self, attempt: int) -> int:
         """Ranks of an attempt to resume; 0 is the first job."""
@@ -137,7 +138,11 @@ def draw_scenario(seed: int, *, with_open: bool = False) -> Scenario:
     )
     if way in (RESUMED, RESTARTED):
         resumed_size = size if script.draws_by_rank else draw.choice(_RESUMED_SIZES)
-        scenario = replace(scenario, resumed_size=resumed_size)
+        # A job that has left its last pass in the middle trains on when it is started again.
+        ends_passes = not any(p.kind == "loop" and "left" in p.name for p in script.parts)
+        can_be_again = way == RESTARTED and ends_passes
+        is_again = can_be_again and random.Random(f"again {seed}").random() < 0.5
+        scenario = replace(scenario, resumed_size=resumed_size, is_started_again=is_again)
     return replace(scenario, later=tuple(_later_deaths(scenario, draw, deaths - 1)))
 
 
@@ -223,8 +228,9 @@ class Runner:
         if on_death == RECOVER:
             return self._train(scenario, path, folder / "disturbed", scenario.size, deaths=deaths)
         died_at: list[str] = []
-        for attempt in itertools.count():
-            outcome = self._train(
+
+        def start(attempt: int) -> RunOutcome:
+            return self._train(
                 scenario,
                 path,
                 folder / ("disturbed" if attempt == 0 else f"resumed-{attempt}"),
@@ -233,6 +239,9 @@ class Runner:
                 on_death=on_death,
                 checkpoints="disturbed",
             )
+
+        for attempt in itertools.count():
+            outcome = start(attempt)
             died_at += [outcome.died_at] if outcome.died_at else []
             # A worker may fail because of the death before the host knows of it.
             is_known = not outcome.problem or outcome.problem.endswith("has failed")
@@ -240,6 +249,9 @@ class Runner:
             has_ended = len(outcome.survivors) == scenario.size_of(attempt)
             if not outcome.died_at or not is_known or has_ended:
                 break
+        deaths = []
+        if scenario.is_started_again and has_ended and not outcome.problem:
+            outcome = start(attempt + 1)
         return replace(outcome, died_at="; ".join(died_at))
 
     def _train(

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import scenarios
 import torch
-from composer import BUILD, MESH, REPLICAS, WHOLE, Script, draw_script
+from composer import BUILD, MESH, REPLICAS, RESTART, WHOLE, Script, draw_script
 from scenarios import (
     RECOVERED,
+    RESTARTED,
     SILENT,
     TOLERANCE,
     Runner,
@@ -251,6 +252,37 @@ def test_a_commit_after_a_loop_that_was_left_does_not_resume_it(runner: Runner) 
     verdict = runner.run(scenario_of(*parts, size=2, rank=1, line=line, execution=2))
     assert not verdict.failed, verdict.describe()
     assert " 5 steps committed" in verdict.died_at
+
+
+@pytest.mark.parametrize("line", ["scheduler.step()", '**leaves("model", network.state_dict()),'])
+def test_the_code_after_the_last_loop_of_a_restarted_script_takes_effect_once(
+    runner: Runner, line: str
+) -> None:
+    """Also if the job has ended, and is started again."""
+    parts = [BY_LABEL[name] for name in ("epochs:run.epochs, left", "scheduler:step by epoch")]
+    scenario = scenario_of(
+        *parts, BY_LABEL["state:counter"], size=2, rank=1, line=line, execution=3
+    )
+    if not line.startswith("scheduler"):
+        scenario = replace(scenario, execution=1)
+    script = replace(scenario.script, recovery=RESTART, has_checkpoints=True, is_inside=True)
+    scenario = replace(scenario, script=script, way=RESTARTED, resumed_size=2)
+    verdict = runner.run(replace(scenario, is_started_again=True))
+    assert not verdict.failed, verdict.describe()
+    assert " 12 steps committed" in verdict.died_at
+
+
+def test_a_commit_after_an_accumulation_at_the_epochs_end_belongs_to_the_next_epoch(
+    runner: Runner,
+) -> None:
+    parts = [
+        BY_LABEL[name] for name in ("loop:next of an attribute", "update:accumulated over batches")
+    ]
+    parts += [BY_LABEL["epochs:counted in the state before their ends"]]
+    parts += [BY_LABEL["between:once after a commit at the epoch's end"]]
+    verdict = runner.run(scenario_of(*parts, size=2, rank=1, line="model.eval()", execution=2))
+    assert not verdict.failed, verdict.describe()
+    assert " steps committed" in verdict.died_at
 
 
 # -- the generator itself -------------------------------------------------------------------------

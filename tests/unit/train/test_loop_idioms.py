@@ -284,6 +284,17 @@ def test_a_break_by_a_count_that_a_resumed_loop_would_repeat_is_refused(
 # -- the index ------------------------------------------------------------------------------------
 
 
+def test_the_index_in_a_loop_that_is_left_in_its_first_step_is_that_of_the_step() -> None:
+    with process() as run:
+        script, seen = job(run), []
+        for _ in range(3):
+            for i, (x, y) in enumerate(script.loader, start=script.loader.index):
+                script.update(x, y)
+                seen.append((i, script.loader.index))
+                break
+        assert seen == [(0, 0), (1, 1), (2, 2)]
+
+
 def test_the_index_is_the_number_of_the_step() -> None:
     with process() as run:
         script = job(run)

@@ -77,6 +77,31 @@ def test_a_complete_job_that_starts_again_trains_no_steps(tmp_path: Path) -> Non
     assert [info.name for info in checkpoints.list_checkpoints(tmp_path)] == names
 
 
+def test_a_complete_job_that_starts_again_repeats_the_code_after_its_last_pass_once(
+    tmp_path: Path,
+) -> None:
+    """The last checkpoint contains no effect of that code, which cannot be skipped."""
+
+    def train(epochs: int) -> tuple[float, int]:
+        with process(tmp_path) as run:
+            script = job(run)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.5)
+            run.track(scheduler=scheduler)
+            for epoch in run.epochs(9):
+                for x, y in script.loader:
+                    script.update(x, y)
+                scheduler.step()
+                run.state["ends"] = run.state.get("ends", 0) + 1
+                if epoch + 1 == epochs:
+                    break
+            return float(scheduler.get_last_lr()[0]), run.state["ends"]
+
+    expected = pytest.approx(0.01 * 0.5**2), 2
+    assert train(2) == expected
+    assert train(2) == expected
+    assert train(3) == (pytest.approx(0.01 * 0.5**3), 3)
+
+
 def test_the_agent_learns_the_planned_number_of_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
