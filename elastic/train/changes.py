@@ -41,6 +41,7 @@ from torch.nn.parameter import is_lazy
 
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
+from elastic.train.carried import refuse_carried
 from elastic.train.checks import (
     LIBRARIES,
     assigned_globals,
@@ -48,7 +49,6 @@ from elastic.train.checks import (
     frames_of_script,
     matters,
     refuse_copies,
-    refuse_decays,
     variables,
     warn_of_local_state,
 )
@@ -224,7 +224,7 @@ class ChangeDetector(Hook):
 
     def begin(self, number: int) -> None:
         """See :class:`Hook`. Raises TrainingError for an untracked average or copy, and for a
-        variable that decays."""
+        variable that the loop carries from step to step."""
         self._steps += 1
         if self._is_off:
             return
@@ -237,7 +237,7 @@ class ChangeDetector(Hook):
         try:
             if self._steps == 1:
                 refuse_copies(self._modules, self._call, sys._getframe(1))
-                refuse_decays(sys._getframe(1), is_saved=self._is_saved())
+                refuse_carried(sys._getframe(1), is_saved=self._is_saved(), ignored=self._reported)
                 warn_of_local_state(sys._getframe(1))
             self._observe()
         except TrainingError:

@@ -631,7 +631,7 @@ def _is_empty(cell: CellType) -> bool:
 def _copies(
     function: ast.AST, line: int, variables: Mapping[str, object], trained: set[int]
 ) -> Iterator[_Copy]:
-    around = _loops_around(function, line)
+    around = loops_around(function, line)
     if not around:
         return
     loop = around[0].lineno
@@ -652,7 +652,7 @@ def _copies(
             yield _Copy(name, ast.unparse(statement.value))
 
 
-def _loops_around(function: ast.AST, line: int) -> list[Loop]:
+def loops_around(function: ast.AST, line: int) -> list[Loop]:
     """The outermost first."""
     loops = [n for n in ast.walk(function) if isinstance(n, Loop)]
     around = [n for n in loops if n.lineno <= line <= (n.end_lineno or line)]
@@ -769,7 +769,7 @@ def refuse_range(
         if LIBRARIES in frame.f_code.co_filename:
             continue
         tree, line = tree_of(frame), frame.f_lineno
-        attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
+        attempt = max((n.lineno for n in attempts_around(tree, line)), default=0)
         whiles = [n for n in _whiles(tree) if _is_in_body(line, n) and n.lineno > attempt]
         counted = [loop for n in whiles if (loop := _as_range(n, tree)) is not None]
         if len(counted) < len(whiles):
@@ -818,7 +818,7 @@ def refuse_uncounted_passes(*, is_in_retry: bool) -> None:
             continue
         is_innermost = False
         tree, line = tree_of(frame), frame.f_lineno
-        attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
+        attempt = max((n.lineno for n in attempts_around(tree, line)), default=0)
         around = [n for n in _loops_with(tree, line) if n.lineno > attempt]
         if _POSITION in frame.f_code.co_names or not all(_begins_again(n, tree) for n in around):
             return
@@ -1101,7 +1101,7 @@ def _whiles(tree: ast.AST) -> Iterator[ast.While]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.While))
 
 
-def _attempts_around(tree: ast.AST, line: int) -> Iterator[ast.For]:
+def attempts_around(tree: ast.AST, line: int) -> Iterator[ast.For]:
     for node in ast.walk(tree):
         if isinstance(node, ast.For) and _is_in_body(line, node):
             called = node.iter.func if isinstance(node.iter, ast.Call) else None
@@ -1292,148 +1292,6 @@ def _refusal_counted_epochs(
 
 
 # ----------------------------------------------------------------------------
-# Refuses a local or global variable that decays from step to step: ``epsilon *= 0.99``.
-#
-# A teacher-forcing ratio, a temperature, the exploration of an agent: ``run.retry`` calls its
-# function again after a death, so a local variable restarts, and a global one is that of the
-# script's beginning on a joining node, and in a restarted job. It is found in the source of the
-# functions that are being called: an update from the variable itself and constants, in the loop
-# around the current line, as its only assignment there, of a variable that is used for more than
-# printing. Factors and bounds are used for training. A sum of constants may be a count of samples
-# for a throughput, so there is only a warning of one.
-
-_ONLY_SHOWN = ("print", "log", "info", "debug", "add_scalar", "set_postfix", "format", "append")
-_BOUNDS = ("min", "max")
-_FACTORS = (ast.Mult, ast.Div, ast.Pow)
-
-
-def refuse_decays(frame: FrameType | None, *, is_saved: bool = False) -> None:
-    """Raise TrainingError for the first variable that decays in the script's functions, up to
-    run.retry, or warn of it. ``is_saved``: the script may also resume from a checkpoint, and then
-    all of it begins again."""
-    *frames, last = [*frames_of_script(frame)] or [None]
-    if last is not None:
-        if not is_saved:
-            return  # the functions are not called again
-        frames.append(last)
-    for one in frames:
-        if one is None or LIBRARIES in one.f_code.co_filename:
-            continue
-        for name, update in _decays(tree_of(one), one.f_lineno):
-            again = (
-                "after a death, run.retry calls its function again"
-                if last is None
-                else "a restarted job resumes from its last checkpoint, but runs the script again"
-            )
-            what = (
-                f"`{ast.unparse(update)}` in {one.f_code.co_name}: {again}, and {name} restarts or "
-                "differs between ranks"
-            )
-            hint = (
-                f"keep it in run.state: run.state.setdefault({name!r}, …) before the loop, and "
-                f"run.state[{name!r}] in it"
-            )
-            if _has_factor_or_bound(update):
-                raise TrainingError(what, hint=hint)
-            get_logger().warning("%s\n  %s", what, hint)
-            return
-
-
-def _has_factor_or_bound(update: ast.stmt) -> bool:
-    operations = [n.op for n in ast.walk(update) if isinstance(n, (ast.BinOp, ast.AugAssign))]
-    is_bounded = any(isinstance(n, ast.Call) for n in ast.walk(update))
-    return is_bounded or any(isinstance(op, _FACTORS) for op in operations)
-
-
-def _decays(tree: ast.AST, line: int) -> Iterator[tuple[str, ast.stmt]]:
-    nodes = list(ast.walk(tree))
-    around = _loops_around(tree, line)
-    if not around:
-        return
-    outermost = around[0]
-    repeated = list(ast.walk(outermost))
-    inside = set(map(id, repeated))
-    stored = [n for n in nodes if isinstance(n, ast.Name) and _is_store(n)]
-    changing = {n.id for n in stored if id(n) in inside}
-    shared = {name for n in nodes if isinstance(n, ast.Global) for name in n.names}
-    for node in repeated:
-        name = _updated(node, changing)
-        if not name or sum(n.id == name and id(n) in inside for n in stored) != 1:
-            continue
-        assert isinstance(node, ast.stmt)
-        if (name in shared or _begins_constant(name, tree, inside)) and _is_used(
-            name, outermost, node
-        ):
-            yield name, node
-
-
-def _updated(node: ast.AST, changing: set[str]) -> str:
-    """The variable that a statement computes from itself and from constants; "" if none."""
-    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        is_count = isinstance(node.op, ast.Add) and _is_one(node.value)
-        is_fixed = not _names(node.value) & changing and not _calls(node.value)
-        return node.target.id if is_fixed and not is_count else ""
-    if not (isinstance(node, ast.Assign) and len(node.targets) == 1):
-        return ""
-    target = node.targets[0]
-    if not isinstance(target, ast.Name):
-        return ""
-    is_fixed = _names(node.value) & changing == {target.id}
-    calls = [c for c in ast.walk(node.value) if isinstance(c, ast.Call)]
-    is_bounded = all(isinstance(c.func, ast.Name) and c.func.id in _BOUNDS for c in calls)
-    is_arithmetic = any(
-        isinstance(n, ast.BinOp) and target.id in _names(n) and not _counts(n)
-        for n in ast.walk(node.value)
-    )
-    return target.id if is_fixed and is_bounded and is_arithmetic else ""
-
-
-def _counts(node: ast.BinOp) -> bool:
-    return isinstance(node.op, ast.Add) and (_is_one(node.right) or _is_one(node.left))
-
-
-def _is_one(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value == 1
-
-
-def _calls(node: ast.expr) -> bool:
-    return any(isinstance(n, (ast.Call, ast.Subscript)) for n in ast.walk(node))
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - set(_BOUNDS)
-
-
-def _is_store(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Store)
-
-
-def _begins_constant(name: str, tree: ast.AST, inside: set[int]) -> bool:
-    """Whether a number is assigned to the variable, outside of the loop and nothing else is."""
-    values = [
-        n.value
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Assign)
-        and id(n) not in inside
-        and any(isinstance(t, ast.Name) and t.id == name for t in n.targets)
-    ]
-    return len(values) == 1 and isinstance(values[0], ast.Constant)
-
-
-def _is_used(name: str, loop: ast.AST, update: ast.stmt) -> bool:
-    """Whether the loop uses the variable elsewhere, for more than showing it."""
-    others: set[int] = set(map(id, ast.walk(update)))
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Call):
-            if _name_of(node.func) in (*_ONLY_SHOWN, *_REPORTS):
-                others |= set(map(id, ast.walk(node)))
-        elif isinstance(node, ast.JoinedStr):
-            others |= set(map(id, ast.walk(node)))
-    uses = (n for n in ast.walk(loop) if isinstance(n, ast.Name) and n.id == name)
-    return any(id(n) not in others for n in uses)
-
-
-# ----------------------------------------------------------------------------
 # Warns of local variables of the training function on which the training depends.
 #
 # ``completed_steps = 0`` before the loop, ``completed_steps += 1`` in it, and ``if completed_steps
@@ -1476,7 +1334,7 @@ def warn_of_local_state(frame: FrameType | None = None) -> None:
 def _counters(function: ast.FunctionDef, line: int) -> Iterator[tuple[str, int]]:
     """The names of such counters, and their first values."""
     parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
-    around = _loops_around(function, line)
+    around = loops_around(function, line)
     if not around:
         return
     seen: set[str] = set()

@@ -1120,6 +1120,7 @@ class ElasticLoader:
         self._current = None
         self._asked_in_step()
         self._asked.clear()
+        self.index_was_read = False  # in a step, before its update
         self.sampler.advance()
         self.following.step_committed()
 
@@ -1156,7 +1157,8 @@ class ElasticLoader:
         Returns whether it reads the index of its next pass, although it still holds the iterator of
         the last one, ``in_step``.
         """
-        self.index_was_read = True
+        # Not what a step only reports.
+        self.index_was_read |= not in_step or reader in self._starters
         if self.resumes_at_end:
             self.resumes_at_end = reader not in self._readers
             self._readers.add(reader)

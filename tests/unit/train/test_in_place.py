@@ -322,12 +322,12 @@ def test_a_rollback_keeps_references() -> None:
 
 def test_a_rate_set_through_a_reference_takes_effect_after_a_restart(tmp_path: Path) -> None:
     rates: list[tuple[float, float]] = []
-    for _ in range(2):
+    for epochs in (2, 4):
         with process(tmp_path) as run:
             script = job(run)
             group, center = script.optimizer.param_groups[0], torch.zeros(1)
             run.state.setdefault("center", center)
-            for epoch in run.epochs(2 * (len(rates) + 1)):
+            for epoch in run.epochs(epochs):
                 group["lr"] = 0.01 * (epoch + 1)
                 for x, y in script.loader:
                     script.update(x, y)

@@ -295,6 +295,18 @@ def test_the_index_in_a_loop_that_is_left_in_its_first_step_is_that_of_the_step(
         assert seen == [(0, 0), (1, 1), (2, 2)]
 
 
+def test_the_index_in_a_step_does_not_count_the_batches_of_a_slice(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        script, seen = job(run), []
+        for _ in run.epochs(2):
+            for x, y in itertools.islice(script.loader, 3):
+                seen.append(script.loader.index)
+                script.update(x, y)
+                seen.append(script.loader.index)
+                run.commit()
+        assert seen == [0, 0, 1, 1, 2, 2] * 2
+
+
 def test_the_index_is_the_number_of_the_step() -> None:
     with process() as run:
         script = job(run)

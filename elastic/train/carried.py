@@ -1,0 +1,660 @@
+"""Variables whose values a loop carries from step to step, and on which its training depends.
+
+``run.retry`` calls its function again after a death, and a restarted script begins anew, while its
+loops resume. So what a variable kept from the step before is lost: the hidden state of an RNN
+(``out, h = model(x, h)``), a baseline, a temperature that decays, the batch before, a queue of
+keys. Nothing raises an error.
+
+It is decided from the source of the functions that are being called, before the first step. A loop
+*carries* a variable that an iteration may read before it assigns it, and that the loop assigns, or
+a container or tensor from before the loop that it changes in place. Values are then followed
+through the loop's body, in the order of its statements, to where they train: a backward pass,
+gradients, settings of an optimizer. A sum of losses that is only printed gets there on no path.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, FunctionType
+
+from elastic.errors import TrainingError
+from elastic.train.checks import (
+    LIBRARIES,
+    Loop,
+    attempts_around,
+    frames_of_script,
+    loops_around,
+    tree_of,
+)
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+# Calls by which the run keeps a value, or gives an object that belongs to it.
+_KEEPERS = frozenset({"track", "wrap", "loader", "shard", "build", "prepare", "setup"})
+# Attributes of the run, a loader or a step from which a script computes where it resumes.
+_RESUMED = frozenset({"state", "index", "position", "epoch", "number", "epochs", "largest_world"})
+# Iterators: what they read next is the concern of the loader.
+_ITERATORS = frozenset({"iter", "enumerate", "zip", "cycle", "map", "tqdm"})
+_SETTINGS = frozenset({"lr", "betas", "eps", "momentum", "weight_decay", "alpha"})
+_CONTAINERS = frozenset(
+    {"list", "dict", "deque", "set", "defaultdict", "OrderedDict", "Counter", "clone", "deepcopy"}
+    | {"zeros", "ones", "full", "empty", "rand", "randn", "tensor", "arange", "as_tensor"}
+    | {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like"}
+)
+_ADDS = frozenset({"append", "appendleft", "extend", "insert", "add", "update"})
+_REPLACES = frozenset({"clear", "zero_", "fill_", "copy_"})
+
+
+@dataclass(frozen=True)
+class CarriedVariable:
+    """A variable that a loop carries into a step, and where it is used there."""
+
+    name: str
+    change: ast.stmt  # that the loop makes
+    use: ast.expr  # that trains
+    loop: Loop
+
+
+def refuse_carried(
+    frame: FrameType | None, *, is_saved: bool, ignored: Collection[str] = ()
+) -> None:
+    """Raise TrainingError for a variable that a loop of the script's functions, up to run.retry,
+    carries into its steps. ``is_saved``: the script may also resume from a checkpoint, and then all
+    of it begins again. ``ignored``: names of variables that need not be saved."""
+    *frames, last = [*frames_of_script(frame)] or [None]
+    if last is not None:
+        if not is_saved:
+            return  # the functions are not called again
+        frames.append(last)
+    for one in frames:
+        if one is None or LIBRARIES in one.f_code.co_filename:
+            continue
+        tree, line = tree_of(one), one.f_lineno
+        attempt = max((loop.lineno for loop in attempts_around(tree, line)), default=0)
+        loops = [loop for loop in loops_around(tree, line) if loop.lineno > attempt]
+        for carried in carried_variables(tree, loops, _training_functions(one)):
+            if carried.name not in ignored:
+                raise _refusal(carried, one.f_code.co_name, is_in_retry=last is None)
+
+
+def _training_functions(frame: FrameType) -> set[str]:
+    """The names of functions that make backward passes: those of the frame's file, and those that
+    its module has imported."""
+    imported = {
+        name
+        for name, value in list(frame.f_globals.items())
+        if isinstance(value, FunctionType) and "backward" in value.__code__.co_names
+    }
+    return imported | _training_functions_of(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=16)
+def _training_functions_of(file: str) -> frozenset[str]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return frozenset()
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    return frozenset(f.name for f in functions if _calls_backward(f))
+
+
+def _calls_backward(function: ast.FunctionDef) -> bool:
+    calls = (n for n in ast.walk(function) if isinstance(n, ast.Call))
+    return any(_name_of(call.func) == "backward" for call in calls)
+
+
+def _refusal(carried: CarriedVariable, function: str, *, is_in_retry: bool) -> TrainingError:
+    name = carried.name
+    change, use = (ast.unparse(n).partition("\n")[0] for n in (carried.change, carried.use))
+    again = (
+        "after a death, run.retry calls its function again"
+        if is_in_retry
+        else "a restarted job resumes from its last checkpoint, but runs the script again"
+    )
+    return TrainingError(
+        f"`{change}` in {function}: {again}, and {name} restarts or differs between ranks, but the "
+        f"next steps depend on it: line {carried.use.lineno}, `{use}`",
+        hint=f"keep it in run.state, with the same value on all ranks: "
+        f"run.state.setdefault({name!r}, …) before the loop, and run.state[{name!r}] in it; or "
+        f"call run.untracked({name!r}) before training, if it need not be exact",
+    )
+
+
+def carried_variables(
+    function: ast.AST, loops: Iterable[Loop], trains: Collection[str] = ()
+) -> Iterator[CarriedVariable]:
+    """The variables on which the training in a function depends, that one of its ``loops`` carries
+    and nothing in the function saves or restores. ``trains``: names of functions that make backward
+    passes."""
+    kept = _kept(function)
+    seen: set[str] = set()
+    for loop in loops:
+        changes = dict(_changes(function, loop))
+        candidates = changes.keys() & _read_before(loop) - kept
+        if not candidates:
+            continue
+        flow = _Flow(trains, _called(loop))
+        flow.loop(loop, {name: frozenset({name}) for name in candidates})
+        for name in sorted(flow.uses.keys() - seen):
+            seen.add(name)
+            yield CarriedVariable(name, changes[name], flow.uses[name], loop)
+
+
+# ----------------------------------------------------------------------------
+# Which variables a function keeps in the job's state, or has from it.
+
+
+def _kept(function: ast.AST) -> set[str]:
+    """The names of tracked and wrapped objects, of what is stored in run.state or computed from it,
+    and of parameters, whose first values the caller knows."""
+    kept = {a.arg for n in ast.walk(function) if isinstance(n, ast.arguments) for a in _args(n)}
+    assigned = [*_assignments(function)]
+    for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
+        if _name_of(call.func) in _KEEPERS:
+            kept |= {n for value in (*call.args, *call.keywords) for n in _loads(value)}
+    has_changed = True
+    while has_changed:
+        before = len(kept)
+        for target, value in assigned:
+            names = {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+            if isinstance(target, ast.Name):
+                if _is_of_the_job(value, kept):
+                    kept.add(target.id)
+            elif isinstance(target, (ast.Tuple, ast.List)):
+                if _is_of_the_job(value, kept) and not isinstance(value, ast.Tuple):
+                    kept |= names
+            elif _is_of_the_job(target, set()) or _root(target) in kept:
+                kept |= set(_loads(value))  # run.state["h"] = h
+        has_changed = len(kept) > before
+    return kept
+
+
+def _args(arguments: ast.arguments) -> list[ast.arg]:
+    more = [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *more]
+
+
+def _is_of_the_job(value: ast.AST, kept: Collection[str]) -> bool:
+    for node in ast.walk(value):
+        if isinstance(node, ast.Attribute) and node.attr in _RESUMED:
+            return True
+        if isinstance(node, ast.Name) and node.id == "state":  # state = run.state
+            return True
+        if isinstance(node, ast.Call) and _name_of(node.func) in _KEEPERS | _ITERATORS:
+            return True
+    # An element or a copy of what is kept, not what is computed with it: model(x).
+    root = _root(value)
+    return (root in kept and isinstance(value, (ast.Name, ast.Attribute, ast.Subscript))) or (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and value.func.attr in ("get", "setdefault", "clone", "to", "item")
+        and root in kept
+    )
+
+
+def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Targets and values, those of tuples in pairs."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if (
+                    isinstance(target, (ast.Tuple, ast.List))
+                    and isinstance(node.value, (ast.Tuple, ast.List))
+                    and len(target.elts) == len(node.value.elts)
+                ):
+                    yield from zip(target.elts, node.value.elts, strict=True)
+                else:
+                    yield target, node.value
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            yield node.target, node.value
+
+
+# ----------------------------------------------------------------------------
+# Which variables a loop changes, and which an iteration reads before it assigns them.
+
+
+def _changes(function: ast.AST, loop: Loop) -> Iterator[tuple[str, ast.stmt]]:
+    """The variables that a loop assigns, or changes in place if they hold a container or tensor
+    from before the loop, each with a statement that does."""
+    inside = set(map(id, ast.walk(loop)))
+    held = {
+        target.id
+        for target, value in _assignments(function)
+        if isinstance(target, ast.Name) and id(target) not in inside and _is_container(value)
+    } - _memos(loop)
+    for statement in _statements(loop):
+        for name in _stored(statement):
+            yield name, statement
+        for name in _changed_in_place(statement):
+            if name in held:
+                yield name, statement
+
+
+def _statements(loop: Loop) -> Iterator[ast.stmt]:
+    """Of a loop's body, without those of functions in it."""
+    left: list[ast.stmt] = list(reversed(loop.body))
+    while left:
+        statement = left.pop()
+        yield statement
+        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            inner = [n for n in ast.iter_child_nodes(statement) if isinstance(n, ast.stmt)]
+            for handler in getattr(statement, "handlers", ()):
+                inner += handler.body
+            left += reversed(inner)
+
+
+def _stored(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.Assign):
+        targets: Sequence[ast.AST] = statement.targets
+    elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
+        targets = [statement.target]
+    else:
+        return [n.target.id for n in _expressions(statement) if isinstance(n, ast.NamedExpr)]
+    names = [n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+    return [n.id for n in names if isinstance(n.ctx, ast.Store)]
+
+
+def _changed_in_place(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, (ast.Assign, ast.AugAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        return [_root(t) for t in targets if isinstance(t, ast.Subscript)]
+    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
+        return []
+    return [_receiver(call) for call in _chain(statement.value) if _is_in_place(call)]
+
+
+def _chain(call: ast.Call) -> Iterator[ast.Call]:
+    """The calls of ``a.mul_(0.9).add_(b)``."""
+    node: ast.AST = call
+    while isinstance(node, ast.Call):
+        yield node
+        node = node.func.value if isinstance(node.func, ast.Attribute) else node.func
+
+
+def _is_in_place(call: ast.Call) -> bool:
+    name = _name_of(call.func)
+    is_method = isinstance(call.func, ast.Attribute)
+    return is_method and (name in _ADDS or (name.endswith("_") and not name.endswith("__")))
+
+
+def _receiver(call: ast.Call) -> str:
+    return _root(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+
+
+def _is_container(value: ast.expr) -> bool:
+    if isinstance(value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp)):
+        return True
+    return isinstance(value, ast.Call) and _name_of(value.func) in _CONTAINERS
+
+
+def _memos(loop: Loop) -> set[str]:
+    """Containers that the loop fills where it lacks an entry: a cache of what is the same each
+    time."""
+    tests = (n for n in ast.walk(loop) if isinstance(n, ast.Compare))
+    return {
+        _root(right)
+        for test in tests
+        for operation, right in zip(test.ops, test.comparators, strict=True)
+        if isinstance(operation, (ast.In, ast.NotIn))
+    }
+
+
+def _read_before(loop: Loop) -> set[str]:
+    reads = _Reads()
+    known = _targets(loop.target) if isinstance(loop, ast.For) else set()
+    if isinstance(loop, ast.While):
+        known = reads.expression(loop.test, known)
+    reads.block(loop.body, known)
+    return reads.names
+
+
+class _Reads:
+    """The names that statements may read although no statement before has assigned them."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def block(self, body: Sequence[ast.stmt], known: set[str]) -> set[str] | None:
+        """``known``: the names that are assigned. Returns those after the statements, None if
+        these are left in every case."""
+        now: set[str] | None = known
+        for statement in body:
+            if now is None:
+                return None
+            now = self._statement(statement, now)
+        return now
+
+    def expression(self, node: ast.AST | None, known: set[str]) -> set[str]:
+        """Returns the names that are assigned after an expression."""
+        if node is None:
+            return known
+        self.names |= set(_loads(node)) - known
+        return known | {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
+
+    def _statement(self, node: ast.stmt, known: set[str]) -> set[str] | None:
+        if isinstance(node, ast.If):
+            known = self.expression(node.test, known)
+            return _both(self.block(node.body, known), self.block(node.orelse, known))
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            return self._loop(node, known)
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                known = self.expression(item.context_expr, known)
+                known = known | (_targets(item.optional_vars) if item.optional_vars else set())
+            return self.block(node.body, known)
+        if isinstance(node, (ast.Try, ast.Match)):
+            return self._branches(node, known)
+        if isinstance(node, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
+            self.expression(node, known)
+            return None
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            self.expression(node, known)
+            return known | {node.name}
+        return self._plain(node, known)
+
+    def _plain(self, node: ast.stmt, known: set[str]) -> set[str]:
+        if isinstance(node, ast.AugAssign):
+            known = self.expression(node.value, known)
+            if isinstance(node.target, ast.Name):
+                self.names |= {node.target.id} - known
+            return self.expression(node.target, known) | _targets(node.target)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            known = self.expression(node.value, known)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if (name := _replaced_by(target)) is None:
+                    known = self.expression(target, known) | _targets(target)
+                else:
+                    known = known | {name}
+            return known
+        if (name := _replaced(node)) is not None:
+            return self.expression(node.value, known | {name})  # type: ignore[attr-defined]
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            return known | {(a.asname or a.name).partition(".")[0] for a in node.names}
+        return self.expression(node, known)
+
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, known: set[str]) -> set[str]:
+        is_for = not isinstance(node, ast.While)
+        known = self.expression(node.iter if is_for else node.test, known)  # type: ignore[union-attr]
+        inside = known | (_targets(node.target) if is_for else set())  # type: ignore[union-attr]
+        # Without an iteration, most scripts would fail: a loss that is read after the loop is that
+        # of this iteration of the loop around it.
+        after = inside | (self.block(node.body, inside) or set())
+        return after | (self.block(node.orelse, after) or set())
+
+    def _branches(self, node: ast.Try | ast.Match, known: set[str]) -> set[str] | None:
+        if isinstance(node, ast.Match):
+            known = self.expression(node.subject, known)
+            after: list[set[str] | None] = [known]
+            for case in node.cases:
+                names = {n.name for n in ast.walk(case.pattern) if isinstance(n, ast.MatchAs)}
+                after.append(self.block(case.body, known | {n for n in names if n}))
+        else:
+            done = self.block(node.body, known)
+            after = [done if done is None else self.block(node.orelse, done)]
+            for handler in node.handlers:
+                after.append(self.block(handler.body, known | {handler.name or ""}))
+        end: set[str] | None = None
+        for each in after:
+            end = _both(end, each)
+        if isinstance(node, ast.Try) and node.finalbody:
+            last = self.block(node.finalbody, known)
+            end = None if end is None or last is None else end | last
+        return end
+
+
+def _both(one: set[str] | None, other: set[str] | None) -> set[str] | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
+
+
+def _replaced(statement: ast.stmt) -> str | None:
+    """The variable all of whose content a statement replaces: ``losses.clear()``."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+        return None
+    first = list(_chain(call))[-1]
+    is_whole = isinstance(first.func, ast.Attribute) and isinstance(first.func.value, ast.Name)
+    return _receiver(first) if is_whole and _name_of(first.func) in _REPLACES else None
+
+
+def _replaced_by(target: ast.expr) -> str | None:
+    """The same for an assignment: ``buffer[:] = …``."""
+    is_all = (
+        isinstance(target, ast.Subscript)
+        and isinstance(target.value, ast.Name)
+        and isinstance(target.slice, ast.Slice)
+        and target.slice.lower is target.slice.upper is None
+    )
+    return target.value.id if is_all else None  # type: ignore[attr-defined]
+
+
+# ----------------------------------------------------------------------------
+# Where values of variables get to.
+
+_Origins = Mapping[str, frozenset[str]]
+_NONE: frozenset[str] = frozenset()
+
+
+class _Flow:
+    """Follows the values of carried variables through a loop's body, and notes where they train."""
+
+    def __init__(self, trains: Collection[str], called: Collection[str]) -> None:
+        self._trains = trains
+        self._called = called
+        self.uses: dict[str, ast.expr] = {}
+
+    def loop(self, loop: ast.For | ast.AsyncFor | ast.While, before: _Origins) -> _Origins:
+        """Returns the origins of each variable's value after the loop."""
+        now, decides = before, _NONE
+        while True:
+            if isinstance(loop, ast.While):
+                decides = self._of(loop.test, now)
+                inside = now
+            else:
+                self._note(loop.iter, now)
+                inside = _with(now, _targets(loop.target), self._of(loop.iter, now))
+            after = self._block(loop.body, inside, decides)
+            joined = _join(now, after)
+            if joined == now:
+                return self._block(loop.orelse, now, _NONE)
+            now = joined
+
+    def _block(self, body: Sequence[ast.stmt], now: _Origins, decides: frozenset[str]) -> _Origins:
+        """``decides``: on what it depends whether the statements are executed."""
+        for statement in body:
+            now = self._statement(statement, now, decides)
+        return now
+
+    def _statement(self, node: ast.stmt, now: _Origins, decides: frozenset[str]) -> _Origins:
+        if isinstance(node, ast.If):
+            self._note(node.test, now)
+            inner = decides | (_NONE if _is_remainder(node.test) else self._of(node.test, now))
+            return _join(self._block(node.body, now, inner), self._block(node.orelse, now, inner))
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            return self.loop(node, now)
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                self._note(item.context_expr, now)
+                if item.optional_vars is not None:
+                    origins = self._of(item.context_expr, now)
+                    now = _with(now, _targets(item.optional_vars), origins)
+            return self._block(node.body, now, decides)
+        if isinstance(node, ast.Try):
+            after = self._block(node.body, now, decides)
+            ends = self._block(node.orelse, after, decides)
+            for handler in node.handlers:
+                ends = _join(ends, self._block(handler.body, _join(now, after), decides))
+            return self._block(node.finalbody, ends, decides)
+        if isinstance(node, ast.Match):
+            inner, ends = decides | self._of(node.subject, now), now
+            for case in node.cases:
+                ends = _join(ends, self._block(case.body, now, inner))
+            return ends
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return _with(now, {node.name}, self._of(node, now))
+        return self._plain(node, now, decides)
+
+    def _plain(self, node: ast.stmt, now: _Origins, decides: frozenset[str]) -> _Origins:
+        for expression in _expressions(node):
+            self._note(expression, now)
+            if isinstance(expression, ast.NamedExpr):
+                now = _with(now, {expression.target.id}, self._of(expression.value, now))
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                now = self._assign(target, node.value, now, decides)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            now = self._assign(node.target, node.value, now, decides)
+        elif isinstance(node, ast.AugAssign):
+            both = self._of(node.value, now) | self._of(_as_load(node.target), now) | decides
+            now = self._store(node.target, both, now)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            for call in _chain(node.value):
+                if _is_in_place(call) and (name := _receiver(call)):
+                    is_new = _replaced(node) == name
+                    before = _NONE if is_new else now.get(name, _NONE)
+                    now = _with(now, {name}, before | self._of_arguments(call, now) | decides)
+        return now
+
+    def _assign(
+        self, target: ast.expr, value: ast.expr, now: _Origins, decides: frozenset[str]
+    ) -> _Origins:
+        pairs = [(target, value)]
+        if (
+            isinstance(target, (ast.Tuple, ast.List))
+            and isinstance(value, (ast.Tuple, ast.List))
+            and len(target.elts) == len(value.elts)
+        ):
+            pairs = list(zip(target.elts, value.elts, strict=True))
+        origins = [(each, self._of(given, now) | decides) for each, given in pairs]
+        for each, given in origins:
+            now = self._store(each, given, now)
+        return now
+
+    def _store(self, target: ast.expr, origins: frozenset[str], now: _Origins) -> _Origins:
+        if isinstance(target, (ast.Tuple, ast.List, ast.Name, ast.Starred)):
+            return _with(now, _targets(target), origins)
+        if _is_training_state(target):
+            self._train(target, origins)
+            return now
+        root = _replaced_by(target)
+        before = _NONE if root is not None else now.get(_root(target), _NONE)
+        # An attribute of another object: what else is read from it hardly depends on it. But it may
+        # be a setting of a module: model.temperature = …; model(x)
+        is_part = isinstance(target, ast.Subscript) or _root(target) in self._called
+        return _with(now, {_root(target)}, before | origins) if is_part else now
+
+    def _of(self, expression: ast.AST, now: _Origins) -> frozenset[str]:
+        return _NONE.union(*(now.get(name, _NONE) for name in _loads(expression)))
+
+    def _of_arguments(self, call: ast.Call, now: _Origins) -> frozenset[str]:
+        return _NONE.union(*(self._of(value, now) for value in (*call.args, *call.keywords)))
+
+    def _note(self, expression: ast.AST, now: _Origins) -> None:
+        """Note the calls in an expression that train with a carried value."""
+        for call in (n for n in ast.walk(expression) if isinstance(n, ast.Call)):
+            name = _name_of(call.func)
+            if name == "backward":
+                self._train(call, self._of(call, now))
+            elif name in self._trains or name == "step" or _sets(name) or _changes_state(call):
+                self._train(call, self._of_arguments(call, now))
+
+    def _train(self, use: ast.expr, origins: frozenset[str]) -> None:
+        for name in origins:
+            self.uses.setdefault(name, use)
+
+
+def _called(loop: Loop) -> set[str]:
+    """The variables that are called: modules, losses."""
+    calls = (n for n in ast.walk(loop) if isinstance(n, ast.Call))
+    return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+
+
+def _sets(name: str) -> bool:
+    return name.startswith("set_") and not name.startswith(("set_postfix", "set_description"))
+
+
+def _changes_state(call: ast.Call) -> bool:
+    is_method = isinstance(call.func, ast.Attribute)
+    return is_method and _is_in_place(call) and _is_training_state(call.func.value)  # type: ignore[attr-defined]
+
+
+def _is_training_state(target: ast.expr) -> bool:
+    """Gradients, weights, or a setting of an optimizer."""
+    if isinstance(target, ast.Attribute):
+        return target.attr in ("grad", "data")
+    is_setting = isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant)
+    return is_setting and target.slice.value in _SETTINGS  # type: ignore[attr-defined]
+
+
+def _is_remainder(test: ast.expr) -> bool:
+    """Of a count: it selects the batches of an accumulation, or the steps of a report."""
+    return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in ast.walk(test))
+
+
+def _with(now: _Origins, names: Iterable[str], origins: frozenset[str]) -> _Origins:
+    return {**now, **dict.fromkeys(names, origins)}
+
+
+def _join(one: _Origins, other: _Origins) -> _Origins:
+    return {n: one.get(n, _NONE) | other.get(n, _NONE) for n in (*one, *other)}
+
+
+# ----------------------------------------------------------------------------
+# Names in expressions.
+
+
+def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
+    return (n for n in ast.walk(statement) if isinstance(n, ast.expr))
+
+
+def _loads(tree: ast.AST) -> Iterator[str]:
+    """The variables that an expression reads, also in functions that it defines, without the
+    variables of those and of comprehensions."""
+    own: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, _COMPREHENSIONS):
+            own |= {n for g in node.generators for n in _targets(g.target)}
+        elif isinstance(node, _Function):
+            own |= {a.arg for a in _args(node.args)} | _locals(node)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in own:
+            yield node.id
+
+
+def _locals(function: _Function) -> set[str]:
+    nodes = list(ast.walk(function))
+    outer = {name for n in nodes if isinstance(n, (ast.Nonlocal, ast.Global)) for name in n.names}
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return stored - outer
+
+
+def _targets(target: ast.AST) -> set[str]:
+    if isinstance(target, ast.Name):
+        return {target.id}
+    if isinstance(target, ast.Starred):
+        return _targets(target.value)
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return {name for each in target.elts for name in _targets(each)}
+    return set()
+
+
+def _as_load(target: ast.expr) -> ast.expr:
+    return ast.Name(target.id, ast.Load()) if isinstance(target, ast.Name) else target
+
+
+def _root(expression: ast.AST) -> str:
+    """The variable of an attribute, an element or a method's result."""
+    while isinstance(expression, (ast.Attribute, ast.Subscript, ast.Call, ast.Starred)):
+        expression = expression.func if isinstance(expression, ast.Call) else expression.value
+    return expression.id if isinstance(expression, ast.Name) else ""
+
+
+def _name_of(function: ast.expr) -> str:
+    return str(getattr(function, "attr", getattr(function, "id", "")))

@@ -1,0 +1,341 @@
+"""Variables that a loop carries from step to step, outside of the job's state."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.run_kit import job, process
+
+from elastic.errors import TrainingError
+from elastic.train import checks
+from elastic.train.carried import carried_variables, refuse_carried
+from elastic.train.checks import loops_around
+
+CARRIED = {
+    "the hidden state of an RNN": """
+        h = None
+        for x, y in loader:
+            out, h = model(x, h)
+            loss(out, y).backward()
+            h = h.detach()
+    """,
+    "a running mean": """
+        mean = 0.0
+        for x, y in loader:
+            reward = play(x)
+            (model(x) * (reward - mean)).sum().backward()
+            mean = 0.9 * mean + 0.1 * reward
+    """,
+    "the batch before": """
+        previous = None
+        for epoch in run.epochs(3):
+            for x, y in loader:
+                if previous is not None:
+                    x = (x + previous) / 2
+                loss(model(x), y).backward()
+                previous = x
+    """,
+    "a queue in a tensor": """
+        queue = torch.zeros(64, 8)
+        for x, y in loader:
+            key = model(x)
+            loss(key, queue).backward()
+            queue[: len(key)] = key.detach()
+    """,
+    "a queue in a list": """
+        keys = []
+        for x, y in loader:
+            key = model(x)
+            loss(key, keys).backward()
+            keys.append(key.detach())
+    """,
+    "a tensor changed in place": """
+        center = torch.zeros(8)
+        for x, y in loader:
+            out = model(x)
+            loss(out - center).backward()
+            center.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+    """,
+    "a temperature": """
+        temperature = 1.0
+        for x, y in loader:
+            (loss(model(x), y) * temperature).backward()
+            temperature = max(0.1, temperature * 0.9)
+    """,
+    "a setting of the model": """
+        temperature = 1.0
+        for x, y in loader:
+            model.temperature = temperature
+            loss(model(x), y).backward()
+            temperature *= 0.9
+    """,
+    "a rate": """
+        count = 0
+        for x, y in loader:
+            count += 1
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / count
+            loss(model(x), y).backward()
+    """,
+    "a rate that a comparison lowers": """
+        least, rate = 1e9, 0.1
+        for x, y in loader:
+            value = loss(model(x), y)
+            value.backward()
+            if value.item() > least:
+                rate = rate / 2
+            least = min(least, value.item())
+            optimizer.param_groups[0]["lr"] = rate
+    """,
+    "a factor of gradients": """
+        factor = 1.0
+        for x, y in loader:
+            loss(model(x), y).backward()
+            for parameter in model.parameters():
+                parameter.grad.mul_(factor)
+            factor *= 0.9
+    """,
+    "a loop of next()": """
+        batches, previous = iter(loader), 0.0
+        while run.state["step"] < 9:
+            x, y = next(batches)
+            (loss(model(x), y) - previous).backward()
+            previous = y
+    """,
+    "a function that trains": """
+        h = None
+        for x, y in loader:
+            h = train_step(x, h)
+    """,
+}
+NOT_CARRIED = {
+    "a sum that is printed": """
+        total = 0.0
+        for i, (x, y) in enumerate(loader):
+            value = loss(model(x), y)
+            value.backward()
+            total += value.item()
+            if i % 10 == 9:
+                print(total / 10)
+                total = 0.0
+    """,
+    "a loss that is read after its loop": """
+        for epoch in run.epochs(3):
+            for x, y in loader:
+                value = loss(model(x), y)
+                value.backward()
+            scheduler.step(run.mean(1, loss=value)["loss"])
+    """,
+    "what a step begins": """
+        for x, y in loader:
+            h = torch.zeros(3)
+            for t in range(5):
+                h = cell(x[t], h)
+            h.sum().backward()
+    """,
+    "what both branches assign": """
+        for x, y in loader:
+            if len(x) > 2:
+                weight = 1.0
+            else:
+                weight = 0.5
+            (loss(model(x), y) * weight).backward()
+    """,
+    "a list that each step clears": """
+        losses = []
+        for x, y in loader:
+            losses.clear()
+            for head in model(x):
+                losses.append(loss(head, y))
+            sum(losses).backward()
+    """,
+    "kept in the state": """
+        h = run.state.get("h")
+        for x, y in loader:
+            out, h = model(x, h)
+            loss(out, y).backward()
+            run.state["h"] = h
+    """,
+    "an object in the state": """
+        norms = run.state.setdefault("norms", [])
+        for x, y in loader:
+            loss(model(x), y).backward()
+            clip(model, sorted(norms)[0])
+            optimizer.step(norms)
+            norms.append(1.0)
+    """,
+    "tracked": """
+        average = torch.zeros(3)
+        run.track(average=Holder(average))
+        for x, y in loader:
+            (model(x) - average).sum().backward()
+            average.lerp_(x.mean(0), 0.1)
+    """,
+    "a cache": """
+        cache = {}
+        for x, y in loader:
+            if y not in cache:
+                cache[y] = embedding(y)
+            loss(model(x), cache[y]).backward()
+    """,
+    "a count of an accumulation": """
+        count = 0
+        for x, y in loader:
+            (loss(model(x), y) / 4).backward()
+            count += 1
+            if count == 4:
+                optimizer.step()
+                count = 0
+    """,
+    "the best result": """
+        best = 0.0
+        for epoch in run.epochs(3):
+            for x, y in loader:
+                loss(model(x), y).backward()
+            accuracy = evaluate()
+            if accuracy > best:
+                best = accuracy
+                torch.save(model.state_dict(), "best.pt")
+    """,
+    "an iterator that begins again": """
+        others = iter(unlabelled)
+        for x, y in loader:
+            try:
+                z = next(others)
+            except StopIteration:
+                others = iter(unlabelled)
+                z = next(others)
+            loss(model(x), model(z)).backward()
+    """,
+    "a variable of a closure": """
+        for x, y in loader:
+            def closure():
+                value = loss(model(x), y)
+                value.backward()
+                return value
+            optimizer.step(closure)
+            value = 1.0
+    """,
+}
+
+
+def carried_by(body: str) -> list[str]:
+    function = ast.parse("def train():" + body).body[0]
+    lines = enumerate(body.splitlines(), start=1)
+    line = next(n for n, text in lines if re.search(r"for .* in .*loader|next\(batches", text))
+    loops = loops_around(function, line)
+    return [c.name for c in carried_variables(function, loops, {"train_step"})]
+
+
+@pytest.mark.parametrize("body", CARRIED.values(), ids=CARRIED)
+def test_a_variable_is_carried_into_the_training(body: str) -> None:
+    assert carried_by(body)
+
+
+@pytest.mark.parametrize("body", NOT_CARRIED.values(), ids=NOT_CARRIED)
+def test_a_variable_is_not_carried_into_the_training(body: str) -> None:
+    assert carried_by(body) == []
+
+
+SCRIPT = """
+def train_step(batch, factor):
+    batch.backward(factor)
+def train():
+    factor = 1.0
+    for batch in loader:
+        train_step(batch, factor)
+        factor *= 0.5
+call(train)
+"""
+
+
+class Batch:
+    def backward(self, factor: float) -> None:
+        """Compute gradients."""
+
+
+class Loader:
+    """Looks when the first step begins, as the loop over steps does."""
+
+    def __init__(self, *, is_saved: bool = False, ignored: tuple[str, ...] = ()) -> None:
+        self._given: dict[str, Any] = {"is_saved": is_saved, "ignored": ignored}
+
+    def __iter__(self) -> Iterator[Batch]:
+        refuse_carried(sys._getframe(1), **self._given)
+        yield Batch()
+
+
+def retry(function: Callable[[], object]) -> object:
+    return function()
+
+
+def start(function: Callable[[], object]) -> object:
+    return function()
+
+
+@pytest.fixture
+def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs SCRIPT, with ``retry`` and Loader as the package's."""
+    own = {retry.__code__, start.__code__, Loader.__iter__.__code__}
+    original = checks.is_own
+    monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+
+    def run(call: Callable[..., object], loader: Loader) -> None:
+        runpy.run_path(str(path), init_globals={"call": call, "loader": loader})
+
+    return run
+
+
+def test_the_error_names_the_change_its_use_and_what_replaces_it(
+    run_script: Callable[..., None],
+) -> None:
+    with pytest.raises(TrainingError) as refused:
+        run_script(retry, Loader())
+    text = str(refused.value)
+    assert "`factor *= 0.5` in train: after a death, run.retry calls its function again" in text
+    assert "line 7, `train_step(batch, factor)`" in text
+    assert 'run.state["factor"]' in text.replace("'", '"')
+
+
+def test_a_variable_that_need_not_be_exact_is_accepted(run_script: Callable[..., None]) -> None:
+    run_script(retry, Loader(ignored=("factor",)))
+
+
+def test_without_run_retry_only_a_job_with_checkpoints_begins_again(
+    run_script: Callable[..., None],
+) -> None:
+    run_script(start, Loader())
+    with pytest.raises(
+        TrainingError, match="resumes from its last checkpoint, but runs the script"
+    ):
+        run_script(start, Loader(is_saved=True))
+
+
+def test_a_job_refuses_such_a_variable_in_its_first_step_also_while_a_debugger_traces() -> None:
+    with process() as run:
+        script = job(run)
+
+        def train() -> None:
+            factor = 1.0
+            for x, y in script.loader:
+                script.optimizer.zero_grad()
+                (script.model(x) * factor - y).square().mean().backward()
+                script.optimizer.step()
+                factor *= 0.5
+
+        before = sys.gettrace()
+        sys.settrace(before or (lambda *_: None))
+        try:
+            with pytest.raises(TrainingError, match=r"`factor \*= 0.5` in train"):
+                run.retry(train)
+        finally:
+            sys.settrace(before)
