@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from composer import BUILD, MESH, REPLICAS, RESTART, WHOLE, Script, draw_script
-from script_parts import BY_LABEL
+from script_parts import BY_LABEL, DEFAULTS
 
 from checkpoints.memory import MemoryHost
 from elastic.testing.small_world.world import (
@@ -139,7 +139,7 @@ def draw_scenario(seed: int, *, with_open: bool = False) -> Scenario:
     if way in (RESUMED, RESTARTED):
         resumed_size = size if script.draws_by_rank else draw.choice(_RESUMED_SIZES)
         # A job that has left its last pass in the middle trains on when it is started again.
-        ends_passes = not any(p.kind == "loop" and "left" in p.name for p in script.parts)
+        ends_passes = DEFAULTS["loop"] in script.parts
         can_be_again = way == RESTARTED and ends_passes
         is_again = can_be_again and random.Random(f"again {seed}").random() < 0.5
         scenario = replace(scenario, resumed_size=resumed_size, is_started_again=is_again)
