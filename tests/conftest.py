@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from kit import shared_gpu
 
 # No deadline: durations vary on a machine that runs other tests, too. Every run draws the same
@@ -32,6 +33,10 @@ settings.register_profile(
     "soak", settings.get_profile("tests"), derandomize=False, max_examples=2000
 )
 settings.load_profile("tests")
+# Hypothesis also draws the numbers and texts that it finds in the source of imported modules: which
+# examples a test gets would depend on the tests that ran before it in the same process.
+assert hasattr(providers, "_get_local_constants")
+NO_CONSTANTS = providers.Constants()
 
 pytest_plugins = ["etcd_fixtures"]
 
@@ -98,6 +103,8 @@ def state_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _share_the_kit()
+    if config.getoption("--hypothesis-profile") is None:
+        providers._get_local_constants = lambda: NO_CONSTANTS
     _hide_gpus(config)
     if not hasattr(config, "workerinput"):  # not in a process of xdist, which inherits it
         _use_own_temporary_folder(config)

@@ -990,17 +990,25 @@ def _still_stepping(view: View, now: float, policy: Policy) -> Wait | None:
     """Nodes that leave save the step at which they do, in-process workers at a boundary. In a world
     without members, so do nodes that were not asked to leave: they share a replica with one that
     was, or have not received that world yet. Until then they make progress, and others would begin
-    without it."""
+    without it. A node that runs an older world than the last one with members was excluded from
+    that one, when it could not step any more."""
     if (silent := _silent_leavers(view, now, policy)) is not None:
         return silent
-    is_empty = view.world is not None and not view.world.members
-    ending = (NodeState.FINISHED, NodeState.FAILED)
-    leavers = tuple(
-        n
-        for n in _running(view)
-        if n.node.state is NodeState.LEAVING or (is_empty and n.node.state not in ending)
-    )
+    leavers = [n for n in _running(view) if n.node.state is NodeState.LEAVING]
+    if (world := view.world) is not None and not world.members:
+        others = (NodeState.LEAVING, NodeState.FINISHED, NodeState.FAILED)
+        asked = {member.node_id for member in world.leaving}
+        leavers += [
+            n
+            for n in _running(view)
+            if n.node.state not in others
+            and (n.node.node_id in asked or _may_have_entered(n.node, world.lineage))
+        ]
     return _wait_for_workers(view, leavers, "leaving", now, policy)
+
+
+def _may_have_entered(node: Node, lineage: Sequence[int]) -> bool:
+    return node.running is not None and node.running.generation >= max(lineage, default=0)
 
 
 def _stepping_apart(view: View, status: MemberStatus, now: float, policy: Policy) -> Wait | None:

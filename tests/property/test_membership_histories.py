@@ -848,3 +848,17 @@ def test_a_node_that_has_joined_does_not_start_beside_leaving_ones() -> None:
     state.a_node_joins_and_the_others_fall_silent(die=False, elects=False)
     state.at_most_one_world_makes_progress()
     state.teardown()
+
+
+def test_a_start_does_not_wait_for_a_node_that_an_earlier_world_has_excluded() -> None:
+    """Found by the histories: its hung agent renews its lease, and its record names the world
+    before the one that has excluded it."""
+    state = LargeReplicaHistories()
+    state.a_job_begins(members=3, steps=1)
+    state.a_node_dies(noticed=False, number=8)
+    state.an_agent_freezes(number=0)
+    state.all_nodes_leave_and_others_start(noticed=False)
+    state.leaving_nodes_have_left(noticed=True)
+    state.one_finishes_one_dies_and_the_leader_cannot_reach_the_others(number=0, seconds=400.0)
+    state.all_nodes_leave_and_others_start(noticed=False)
+    state.teardown()
