@@ -69,7 +69,11 @@ class LoadError(CheckpointError):
 
     Exceptions: :class:`TornRead`, and a process group that failed at the very end of a collective
     load, as the hint then says.
+
+    ``rank``: in a collective load, the other rank that has failed; None: this one.
     """
+
+    rank: int | None = None
 
 
 class CheckpointNotFound(LoadError):

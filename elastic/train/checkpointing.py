@@ -35,6 +35,7 @@ from checkpoints import (
     StateMismatch,
 )
 from checkpoints.engine import Engine
+from checkpoints.loading import LoadGroup
 from checkpoints.manifest import why_abandoned
 from checkpoints.names import parse_attempt, parse_committed
 from checkpoints.policies import split_by_agreement
@@ -42,11 +43,14 @@ from checkpoints.reader import THREAD_NAME as READER_THREADS
 from checkpoints.storage import is_transient, patient, reason_of
 from checkpoints.tensors import is_dtensor
 from checkpoints.tree import Node, flatten, unflatten
-from elastic.errors import SYSTEM_CLOCK, CheckpointRequired, Clock, TrainingError
+from elastic.errors import SYSTEM_CLOCK, CheckpointRequired, Clock, TrainingError, WorldLost
 from elastic.groups.collectives import (
+    RankGroup,
     all_gather_json,
     broadcast_json,
     broadcast_tensors,
+    complete,
+    control_device,
     peer_group,
     world_group,
 )
@@ -544,10 +548,13 @@ class CheckpointManager:
         assert self.folder is not None and self._policy is not None
         return self.folder.choose(refused, required=self._policy.required)
 
-    def load(self, name: str, job: JobState) -> checkpoints.LoadResult:
-        """Read and verify this rank's part of a checkpoint."""
+    def load(
+        self, name: str, job: JobState, group: LoadGroup | None = None
+    ) -> checkpoints.LoadResult:
+        """Read and verify this rank's part of a checkpoint. ``group``: the ranks that load a state
+        that is not sharded."""
         assert self.folder is not None
-        return self.folder.load(name, job)
+        return self.folder.load(name, job, group)
 
     @property
     def is_open(self) -> bool:
@@ -1290,16 +1297,47 @@ def _choose_again(
         return saver.choose_again(refused)
 
 
+class _LoadingRanks(LoadGroup):
+    """The ranks of the world, which read and verify a state that is not sharded in parts."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.rank, self.size, self.device = group.rank, group.size, control_device(group)
+        self._group = group
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Callable[[], object]:
+        work = self._group.broadcast(tensor, source)
+        if work is None or self._group.semantics(self.device).is_on_stream:
+            return lambda: complete(work, self.device, self._group)
+        self._group.works.begin(work)  # not waited for if an earlier one fails
+        return lambda: self._group.works.finish_one(work)
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        complete(self._group.all_gather(outputs, tensor), self.device, self._group)
+
+    def working(self) -> AbstractContextManager[None]:
+        return busy(READER_THREADS)  # signs of life: a large part takes hours
+
+    def failure(self, error: RuntimeError, state: str) -> Exception:
+        # Not a LoadError, after which the ranks would load an older checkpoint.
+        return WorldLost(f"a rank was lost while the world loaded a checkpoint: {error}")
+
+
 def _load(
     world: World, job: JobState, saver: CheckpointManager, name: str
 ) -> CheckpointInfo | SkippedCheckpoint:
     """Load a checkpoint on all ranks. If one of them cannot, returns the reason, and no state has
-    changed."""
+    changed. Raises WorldLost if a rank is lost meanwhile: the checkpoint may be intact."""
+    is_shared = world.size > 1 and not job.is_sharded and not job.is_rebuilt
+
+    def read() -> LoadResult:
+        if is_shared:
+            return saver.load(name, job, _LoadingRanks(world_group()))
+        with busy(READER_THREADS):
+            return saver.load(name, job)
 
     def read_and_check() -> LoadResult | LoadError:
         try:
-            with busy(READER_THREADS):
-                loaded = saver.load(name, job)
+            loaded = read()
         except StateMismatch:
             raise  # an older one would not fit either
         except LoadError as error:
@@ -1309,8 +1347,9 @@ def _load(
 
     loaded = on_all_ranks(world, read_and_check)
     failure = loaded if isinstance(loaded, LoadError) else None
+    is_own = failure is not None and failure.rank is None  # the others' are reported by them
     failures = all_gather_json(
-        None if failure is None else [isinstance(failure, ReadFailed), failure.message]
+        [isinstance(failure, ReadFailed), failure.message] if failure and is_own else None
     )
     failed = [(*found, rank) for rank, found in enumerate(failures) if found is not None]
     if failed:

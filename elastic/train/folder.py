@@ -25,6 +25,7 @@ from checkpoints import (
     Storage,
 )
 from checkpoints.commit import read_manifest
+from checkpoints.loading import LoadGroup
 from checkpoints.names import LATEST, parse_attempt, parse_committed
 from checkpoints.objects import FolderStorage, storage_for
 from checkpoints.storage import (
@@ -563,9 +564,14 @@ class CheckpointFolder:
                     node_name(),
                 )
 
-    def load(self, name: str, job: JobState | None = None) -> checkpoints.LoadResult:
+    def load(
+        self, name: str, job: JobState | None = None, group: LoadGroup | None = None
+    ) -> checkpoints.LoadResult:
         """Read and verify a checkpoint into new memory: for sharded tensors this rank's shards,
-        and in place for objects created by run.build."""
+        and in place for objects created by run.build.
+
+        ``group``: the ranks that load a state that is not sharded; each reads and verifies a part.
+        """
         with self._readable() as storage:
             if job is not None and job.built is not None:
                 return load_shards(
@@ -576,7 +582,7 @@ class CheckpointFolder:
                     check=lambda tree: job.check(tree, f"checkpoint {name}"),
                 )
             if job is None or not job.is_sharded:
-                return checkpoints.load(storage, name)
+                return checkpoints.load(storage, name, group=group)
             manifest, stage = read_manifest(storage, name), job.stage
             check_saved_stages(manifest.tree.get("dict", {}), stage, f"checkpoint {name}")
             if stage is None:

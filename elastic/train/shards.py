@@ -38,6 +38,8 @@ def on_all_ranks(world: World, act: Callable[[], T], *, is_loss: bool = False) -
     error: Exception | None = None
     try:
         result = act()
+    except WorldLost:
+        raise  # the other ranks notice, too: the group cannot tell them
     except (ElasticError, CheckpointError, ValueError, RuntimeError, OSError, KeyError) as failure:
         error = failure
     report = None if error is None else f"{type(error).__name__}: {error}"

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -436,6 +437,66 @@ TROUBLES: dict[str, Callable[[Path], None]] = {
 }
 
 
+def restored(rank: int, size: int, folder: Path, trouble: str) -> Result:
+    """A job saves twice, and restores its state, which is not sharded, in a new world. Rank 1
+    fails in between. Without a page cache in common, as on several nodes."""
+    from elastic.groups.world import World
+    from elastic.train.checkpointing import CheckpointManager
+    from elastic.train.folder import Checkpoints
+    from elastic.train.state import JobState
+
+    go("exchange")
+    job, average = JobState(seed=0), nn.Linear(700, 700)
+    job.track("average", average)
+    for step in (1, 2):
+        job.progress.step = step
+        nn.init.constant_(average.weight, float(step))
+        checkpoints.save(
+            folder, job.saved_tree(), step=step, nonce="aa", rank=rank, world_size=size
+        )
+        dist.barrier()
+    job.progress.step = 0
+    if rank == 1 and trouble == "damage":
+        newest = folder / NAME.replace("1.g0", "2.g0") / "00001-of-00003.safetensors"
+        newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    dist.barrier()
+    counting = Counting(folder)
+
+    def before_read(call: str) -> None:
+        if rank == 1 and is_read(call):
+            TROUBLES[trouble](folder)
+
+    faulty = FaultyStorage(counting, before=before_read if trouble in TROUBLES else None)
+    events: list[Any] = []
+    journal: Any = SimpleNamespace(emit=lambda event, **_: events.append(event))
+    saver = CheckpointManager(Checkpoints(faulty), journal)
+    world = World(
+        generation=1,
+        nonce="bb",
+        lineage=(),
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        node="n1",
+        is_launched=True,
+    )
+    error = ""
+    try:
+        saver.restore(world, job)
+    except Exception as raised:  # noqa: BLE001  reported to the test
+        error = f"{type(raised).__name__}: {raised}"
+    return {
+        "error": error,
+        "step": job.progress.step,
+        "weight": [float(average.weight.min()), float(average.weight.max())],
+        "read": counting.read,
+        "skipped": [
+            event.reason for event in events if type(event).__name__ == "CheckpointSkipped"
+        ],
+    }
+
+
 def background(rank: int, size: int, folder: Path) -> Result:
     """Rank 1's disk hangs while both ranks train in the group, which has a timeout of 20 s."""
     gate = threading.Event()
@@ -470,7 +531,7 @@ SCENARIOS: dict[str, Callable[..., Result]] = {
     for f in (
         *(save, load, engine, fsdp_save, fsdp_load, tensor_parallel, refused),
         *(save_as, load_as, diverged),
-        *(exchanged, together_but, background),
+        *(exchanged, together_but, restored, background),
     )
 }
 

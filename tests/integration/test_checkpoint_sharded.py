@@ -325,3 +325,32 @@ def test_a_rank_that_dies_while_loading_does_not_hang_its_peers(
     for result in (results[0], results[2]):
         assert (result["error"], result["touched"]) == ("LoadError", False)
         assert "the process group failed" in result["text"]
+
+
+def test_a_world_reads_the_state_of_a_job_in_parts(run: Run, root: Path) -> None:
+    """For each rank to read and verify all of it, shared storage would need W times as long."""
+    results = run("restored", 3, root, trouble="none")
+    size = checkpoints.verify(root, NAME).size_bytes
+    for result in results:
+        assert (result["error"], result["step"], result["weight"]) == ("", 2, [2.0, 2.0])
+        assert result["read"] < size / 3 + 10_000
+
+
+def test_a_world_goes_back_past_damage_that_one_rank_has_read(run: Run, root: Path) -> None:
+    results = run("restored", 3, root, trouble="damage")
+    for result in results:
+        assert (result["error"], result["step"], result["weight"]) == ("", 1, [1.0, 1.0])
+    (reason,) = results[0]["skipped"]
+    assert "do not match their checksum (found by rank " in reason
+
+
+def test_a_rank_that_dies_in_a_restore_says_nothing_about_the_checkpoint(
+    run: Run, root: Path
+) -> None:
+    """The others must continue in a new world with the newest checkpoint, not with an older one."""
+    results = run("restored", 3, root, trouble="dies")
+    assert results[1] == {"dead": True}
+    for result in (results[0], results[2]):
+        assert result["error"].startswith("WorldLost: a rank was lost"), result
+        assert (result["step"], result["weight"]) == (0, [2.0, 2.0]), "changed before all was read"
+        assert result["skipped"] == []
