@@ -59,10 +59,11 @@ class PartStorage(Protocol):
 class FolderHistory:
     """What a writer knows about a folder from its earlier commits.
 
-    It detects that another run saves into the same folder. Runs have different nonces. A checkpoint
-    of another nonce in the same generation that appears after this writer's first commit is of a
-    run that is active at the same time; what is there before may be of the run that this one
-    resumes.
+    It detects that another run saves into the same folder. Runs have different nonces; one that
+    begins with the nonce of a world is of that world, one of whose writers has saved alone. A
+    checkpoint of another run in the same generation that appears after this writer's first commit
+    is of a run that is active at the same time; what is there before may be of the run that this
+    one resumes.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,8 @@ class FolderHistory:
         others = {
             other
             for other in committed
-            if other.nonce not in (*self._own, name.nonce) and other.generation == name.generation
+            if other.generation == name.generation
+            and not other.nonce.startswith((*self._own, name.nonce))
         }
         new = others - self._known if self._known is not None else None
         self._known = others
@@ -153,7 +155,7 @@ def after_commit(
 
 def _newer_run(newest: CheckpointName, name: CheckpointName) -> str:
     """A note if the folder's newest checkpoint is of another run of the same generation."""
-    if newest.nonce == name.nonce or newest.generation != name.generation:
+    if newest.nonce.startswith(name.nonce) or newest.generation != name.generation:
         return ""
     return (
         f"{newest} of another run counts as newer than {name}: latest() returns it, and only the "

@@ -391,10 +391,13 @@ class WriterHistory:
         group = self.present.group
         return dataclasses.replace(group, nonce=f"{group.nonce}c{left}")
 
-    def of_one(self, nonce: str) -> checkpoints.WriterGroup:
-        """The writer group of a checkpoint that only this rank writes."""
+    def of_one(self) -> checkpoints.WriterGroup:
+        """A new writer group, for a checkpoint that only this rank writes. Its nonce begins with
+        the world's, so that others do not take it for a checkpoint of another run."""
         return checkpoints.WriterGroup(
-            nonce=nonce, generation=self.generation, lineage=self.lineage
+            nonce=f"{self.nonce}x{checkpoints.new_nonce()}",
+            generation=self.generation,
+            lineage=self.lineage,
         )
 
 
@@ -1107,7 +1110,7 @@ class LastSave:
         return handle is not None and self._wait(lambda: handle.is_written)
 
     def _write_all(self) -> bool:
-        world = self._saver.writers.of_one(checkpoints.new_nonce())
+        world = self._saver.writers.of_one()
         in_memory = self._saver.begin_in_memory(self._job, world, wait_s=self._left_s())
         if in_memory is not None:  # faster, and it survives this process
             self._wait(lambda: in_memory.outcome is not None, at_most_s=self._left_s() / 2)

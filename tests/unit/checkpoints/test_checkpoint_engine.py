@@ -440,6 +440,17 @@ def test_another_run_that_saves_into_the_same_folder_is_reported() -> None:
         assert "another run" in save(second, small_state(6), 6, WriterGroup(nonce="bb")).notes[0]
 
 
+def test_a_writer_that_saves_alone_is_not_reported_as_another_run() -> None:
+    """A rank that fails saves the complete state, and the others may commit an earlier step after
+    it."""
+    storage = MemoryStorage()
+    with Engine(storage) as failing, Engine(storage) as other:
+        for engine in (failing, other):
+            assert save(engine, small_state(1), 1, WriterGroup(nonce="aa")).notes == ()
+        assert save(failing, small_state(3), 3, WriterGroup(nonce="aax01")).notes == ()
+        assert save(other, small_state(2), 2, WriterGroup(nonce="aa")).notes == ()
+
+
 def test_a_run_that_starts_over_in_a_folder_keeps_its_last_checkpoint() -> None:
     """Checkpoints of an earlier run with larger steps count as newer: without a note, none of this
     run would be kept."""
