@@ -152,12 +152,19 @@ class ReplicatedFile:
     """A file that falls back to the next replica if one fails. Replicas are opened on demand.
 
     For one thread. Only the reader of a range knows its hash: it calls :meth:`reject` for damaged
-    bytes, and reads again.
+    bytes, and reads again. ``unreadable`` returns the error of a replica that cannot be read now,
+    and may be intact: without another one, it is raised.
     """
 
-    def __init__(self, replicas: Iterator[Replica], size: int | None) -> None:
+    def __init__(
+        self,
+        replicas: Iterator[Replica],
+        size: int | None,
+        unreadable: Callable[[], OSError | None],
+    ) -> None:
         self._unopened = replicas
         self._size = size
+        self._unreadable = unreadable
         self._open: list[Replica] = []
         # Opened if there is no other replica, so that the reader reports its size as the error.
         self._wrong_size: Replica | None = None
@@ -190,7 +197,7 @@ class ReplicatedFile:
 
     def reject(self, begin: int, end: int) -> bool:
         """Read these bytes from another replica: those of the current one are damaged. Returns
-        whether there is another one."""
+        whether there is another one. Raises OSError if there is one that cannot be read."""
         if self._rejected[0] != (begin, end):
             self._rejected = ((begin, end), set())
         rejected = self._rejected[1]
@@ -199,13 +206,19 @@ class ReplicatedFile:
         while (replica := self._replica(index)) is not None and index in unusable:
             index += 1
         if replica is None:
-            return False
+            return self._is_damaged()
         replica.damaged(f"bytes {begin} to {end} are damaged")
         rejected.add(index)
         while (replica := self._replica(index)) is not None:
             if index not in self._dead and index not in rejected:
                 return True
             index += 1
+        return self._is_damaged()
+
+    def _is_damaged(self) -> bool:
+        """False: no replica is left. Raises OSError if one may be intact."""
+        if (error := self._unreadable()) is not None:
+            raise error
         return False
 
     def mapped(self) -> None:
@@ -236,7 +249,7 @@ class ReplicatedFile:
                 self._wrong_size = replica
             else:
                 replica.source.close()
-        if not self._open and self._wrong_size is not None:
+        if not self._open and self._wrong_size is not None and self._unreadable() is None:
             self._open.append(self._wrong_size)
 
 

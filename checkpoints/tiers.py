@@ -79,7 +79,8 @@ class TieredStorage:
         self._all = [patient(storage) for storage in self._roots]
         self._gone: dict[int, TierFailure] = {}
         self._damaged: builtins.list[TierFailure] = []
-        self._unreadable: dict[CheckpointName, OSError] = {}
+        # By checkpoint and file; without a file, all of them.
+        self._unreadable: dict[tuple[CheckpointName, str], OSError] = {}
         self._known: dict[CheckpointName, builtins.list[_TierFolder]] = {}
         self._manifests: dict[CheckpointName, tuple[bytes, Manifest]] = {}
 
@@ -129,7 +130,7 @@ class TieredStorage:
                 changed = self._try_file(name, folder, file, lambda s, p: s.modified_s(p))
                 times += [] if changed is None else [changed]
         if not times:
-            raise self._nothing(name, path)
+            raise self._nothing(name, file)
         return max(times)
 
     def close(self) -> None:
@@ -182,12 +183,16 @@ class TieredStorage:
         if isinstance(storage, VolatileStorage):
             self._lose(storage, error)
             return
-        self._unreadable[name] = error
+        self._unreadable[name, path.partition("/")[2]] = error
         self._note_damage(storage, path, reason_of(error))
 
-    def _nothing(self, name: CheckpointName, path: str) -> OSError:
+    def _error_of(self, name: CheckpointName, file: str) -> OSError | None:
+        """The error of a tier that may have an intact file, but cannot be read."""
+        return self._unreadable.get((name, file)) or self._unreadable.get((name, ""))
+
+    def _nothing(self, name: CheckpointName, file: str) -> OSError:
         """The error for a file that no tier has: that of a tier that cannot tell, if any."""
-        return self._unreadable.get(name) or _missing(path)
+        return self._error_of(name, file) or _missing(f"{name}/{file}")
 
     def _note_damage(self, storage: Storage, path: str, what: str) -> None:
         self._damaged.append(TierFailure(storage.place, f"{path}: {what}"))
@@ -248,14 +253,14 @@ class TieredStorage:
             except LoadError as error:
                 damaged = error
         if damaged is not None and self._world_size(name) is None:
-            raise damaged
+            raise self._error_of(name, MANIFEST) or damaged
         return None
 
     def _merged(self, name: CheckpointName) -> tuple[bytes, Manifest]:
         world_size = self._world_size(name)
         file = f"{name}/{MANIFEST}"
         if world_size is None:
-            raise self._nothing(name, file)
+            raise self._nothing(name, MANIFEST)
         try:
             parts = [self._part(name, rank, world_size) for rank in range(world_size)]
             data = merge_parts(parts).to_bytes()
@@ -280,8 +285,8 @@ class TieredStorage:
                 continue
             if part is not None:
                 return part
-        if why is None and name in self._unreadable:
-            raise self._unreadable[name]
+        if (error := self._error_of(name, file)) is not None:
+            raise error
         raise IncompleteAttempt(str(why or f"{file} was removed")) from why
 
     # --- tensors
@@ -290,9 +295,12 @@ class TieredStorage:
         """A writer's file, from all tiers that hold it."""
         _, manifest = self._manifest(name)
         sizes = {writer.file: writer.size_bytes for writer in manifest.writers}
-        copies = ReplicatedFile(self._opened(name, file), sizes.get(file))
+        copies = ReplicatedFile(
+            self._opened(name, file), sizes.get(file), lambda: self._error_of(name, file)
+        )
         if copies.is_empty:
-            raise self._nothing(name, f"{name}/{file}")
+            copies.close()
+            raise self._nothing(name, file)
         return copies
 
     def _opened(self, name: CheckpointName, file: str) -> Iterator[Replica]:
