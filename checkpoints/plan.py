@@ -273,17 +273,33 @@ def _why_unwritable(tensor: torch.Tensor, read_only: Sequence[tuple[int, int]]) 
         return "on the meta device"
     if not has_plain_bytes(local):
         return f"a {type(local).__qualname__} without memory of its own"
-    steps = list(zip(local.shape, local.stride(), strict=True))
-    span = 1 + sum((size - 1) * step for size, step in steps)
-    if local.numel() and (span < local.numel() or any(n > 1 and not step for n, step in steps)):
+    steps = [(step, n) for n, step in zip(local.shape, local.stride(), strict=True) if n > 1]
+    if local.numel() and _overlap(steps):
         return "expanded, several elements share memory"
     if local.numel() and local.device.type == "cpu":
         begin = local.data_ptr()
-        end = begin + span * local.element_size()
+        end = begin + (1 + sum((n - 1) * step for step, n in steps)) * local.element_size()
         before = bisect.bisect_left(read_only, (end, 0))  # the ranges that begin before its end
         if before and read_only[before - 1][1] > begin:
             return "in memory that is mapped for reading only"
     return ""
+
+
+def _overlap(steps: Sequence[tuple[int, int]]) -> bool:
+    """Whether two elements of a tensor share memory. ``steps``: stride and size of each dimension
+    of at least two elements."""
+    import torch
+
+    reach = 0
+    for step, count in sorted(steps):
+        if step <= reach:  # the dimensions are interleaved
+            offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
+            for each, size in steps:
+                of_dimension = each * torch.arange(size, device="cpu")
+                offsets = (offsets[:, None] + of_dimension).reshape(-1)
+            return offsets.unique().numel() < offsets.numel()
+        reach += (count - 1) * step
+    return False
 
 
 def _shape(shape: tuple[int, ...], dtype: torch.dtype) -> str:
