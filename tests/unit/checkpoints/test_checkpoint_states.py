@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import shutil
@@ -19,6 +20,7 @@ from kit.checkpoint_states import same, save_all, small_state
 from torch import nn
 
 import checkpoints
+from checkpoints.commit import read_manifest
 from checkpoints.testing import FaultyStorage, MemoryStorage, StorageFault
 
 ALONE = checkpoints.WriterGroup(nonce="aa")
@@ -253,6 +255,23 @@ def test_a_tensor_that_cannot_be_loaded_into_is_refused_before_any_is_changed(
         loaded = checkpoints.load(root, name, into=live, strict=False)
         assert [why in line for line in loaded.unmatched] == [True]
         assert same(live["z"], torch.ones(3))
+
+
+def test_two_saved_tensors_of_one_path_are_not_loaded_into_one() -> None:
+    """Earlier versions saved such states: a dict with an int key and a str key of the same text."""
+    storage = MemoryStorage()
+    saved = {0: torch.ones(3), 1: torch.full((3,), 2.0)}
+    name = checkpoints.save(storage, saved, step=1, nonce="aa").name
+    manifest = read_manifest(storage, name)
+    (_, first), (_, second) = manifest.tree["items"]
+    manifest = dataclasses.replace(manifest, tree={"items": [[0, first], ["0", second]]})
+    storage.contents(f"{name}/manifest.json")[:] = manifest.to_bytes()
+    state = checkpoints.load(storage, name).state
+    assert same(state[0], saved[0]) and same(state["0"], saved[1])
+    live = {"0": torch.zeros(3)}
+    with pytest.raises(checkpoints.StateMismatch, match="two saved tensors have this path"):
+        checkpoints.load(storage, name, into=live, strict=False)
+    assert not live["0"].any()
 
 
 @given(dimensions=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=3))
