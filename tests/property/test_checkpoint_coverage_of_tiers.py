@@ -7,7 +7,7 @@ import errno
 from dataclasses import dataclass
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.checkpoint_states import PartsInMemory
 
@@ -55,7 +55,16 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((11,), float(step)), "bias": torch.full((3,), step)}
 
 
+def _with_a_damaged_copy_beside_an_unreadable_one(how: str) -> History:
+    where: dict[tuple[int, int], set[int]] = {(step, 0): set() for step in STEPS}
+    where[3, 0] = {0, 1}
+    return History(1, where, disks={1}, failing={1}, damaged={0}, damage=how)
+
+
 @given(history=histories())
+@example(_with_a_damaged_copy_beside_an_unreadable_one("bytes"))
+@example(_with_a_damaged_copy_beside_an_unreadable_one("size"))
+@example(_with_a_damaged_copy_beside_an_unreadable_one("part"))
 def test_the_newest_complete_checkpoint_is_found_and_loaded(history: History) -> None:
     places = [PartsInMemory() for _ in range(PLACES)]
     for (step, rank), at in history.where.items():
