@@ -89,11 +89,13 @@ class HangJudge:
             self._announced = record
 
     def _running(self, world: WorldRecord) -> WorldRecord:
-        """A planned world does not run before a member has switched to it."""
+        """A planned world does not run before a member has switched to it. (Joining ranks wait for
+        that in a group of it.)"""
         running = self._context.status.running
         if world.switch_at_step is None or running is None:
             return world
-        generations = (r.generation for facts in self._facts.values() for r in facts.ranks)
+        facts = (self._facts[n] for n in running.node_ids if n in self._facts)
+        generations = (r.generation for of_node in facts for r in of_node.ranks)
         return world if max(generations, default=0) >= world.generation else running
 
     def _is_announced(self, record: HangVerdict) -> bool:

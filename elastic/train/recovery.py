@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from elastic.errors import (
     SYSTEM_CLOCK,
     ElasticError,
+    GroupBuildFailed,
     ReplicaLost,
     TrainingError,
     WorldChanged,
@@ -300,9 +301,8 @@ class InProcess:
         self._progress.enter_world()
 
     def _enter(self, assignment: Assignment) -> World:
-        superseded = self._worlds.is_superseded
         with self._lap("build_s"):
-            self._group.build(assignment, superseded=superseded, timeout_s=BUILD_TIMEOUT_S)
+            self._build(assignment)
         write_environment(assignment)
         self._committed_step = assignment.committed_step
         with self._lap("agree_s"):
@@ -310,6 +310,25 @@ class InProcess:
                 return self._reconfiguration.agree_to_build(world_of(assignment, ReplicaMesh()))
             world = world_of(assignment, self._replica.mesh)
             return self._reconfiguration.enter(world, assignment.committed_step)
+
+    def _build(self, assignment: Assignment) -> None:
+        """Build the world's group.
+
+        The others begin a planned world at its switch step: with long steps, or an evaluation in
+        between, later than a build may take. A joining rank waits for them without a limit. If it
+        is the one that cannot reach rank 0, those that wait for it report that, and the next world
+        excludes it.
+        """
+        is_joining = not self._lifecycle.is_restored
+        superseded = self._worlds.is_superseded
+        while True:
+            try:
+                self._group.build(assignment, superseded=superseded, timeout_s=BUILD_TIMEOUT_S)
+                return
+            except GroupBuildFailed as error:
+                is_early = is_joining and assignment.switch_at_step is not None
+                if not (is_early and error.missing == (0,)):
+                    raise
 
     def restore(self) -> None:
         """Load the state of the objects built in the current world."""

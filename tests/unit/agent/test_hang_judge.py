@@ -141,6 +141,19 @@ def test_a_planned_world_is_judged_without_its_joining_nodes() -> None:
     assert (verdict.action, verdict.size) == (HangAction.ABORT_AND_REFORM, 3)
 
 
+def test_joining_ranks_that_wait_for_a_planned_world_are_not_hung() -> None:
+    """The others reach the switch step later: they evaluate, or their steps are long."""
+    leader = Leader()
+    planned = replace(world("n1", "n2", "n3", "n4"), generation=8, switch_at_step=60)
+    waiting = replace(rank(3, Phase.FORMING, quiet_s=2000.0), generation=8)
+    leader.receives_facts(waiting, generation=8)
+    assert leader.verdict(planned) is None
+    leader.receives_facts(*(rank(n, quiet_s=60.0) for n in range(3)), generation=8)
+    verdict = leader.verdict(planned)
+    assert verdict is not None, "and a hang of those that train is found meanwhile"
+    assert (verdict.action, verdict.size) == (HangAction.ABORT_AND_REFORM, 3)
+
+
 def test_the_verdict_on_a_large_hang_is_a_small_record() -> None:
     """etcd accepts 1.5 MiB: the facts of all ranks of 360 such nodes are more."""
     names = [f"n{number}" for number in range(1, 1001)]
