@@ -525,35 +525,27 @@ class FailureAccounting:
     def _count_builds(self, broken: Broken, now: float) -> None:
         members = broken.members
         reports = {t.node_id: t.unreachable for t in members.failure_reports if t.unreachable}
-        nodes, has_run = members.world.node_ids, members.has_run
-        out = self._builds.failed(nodes, reports, has_run=has_run)
-        if not has_run:
-            out = self._joining_without_contact(broken, reports) or out
+        names = {m.node_id: m.name for m in members.world.members}
+        out = self._builds.failed(
+            members.world.node_ids,
+            reports,
+            has_run=members.has_run,
+            joining=self._unconnected(broken),
+        )
         for node_id in out:
             self.flaps.quarantine(node_id, now)
-            others = [
-                m.name for m in members.world.members if node_id in reports.get(m.node_id, ())
-            ]
+            others = [names[n] for n in names if node_id in reports.get(n, ())]
+            lacking = [names[n] for n in reports.get(node_id, ()) if n in names]
             if others:
                 self._tell_why(node_id, f"{listed(others)} cannot reach it")
+            elif lacking:
+                self._tell_why(node_id, f"it cannot reach {listed(lacking)}")
 
-    def _joining_without_contact(
-        self, broken: Broken, reports: Mapping[str, tuple[str, ...]]
-    ) -> tuple[str, ...]:
-        """Nodes that have just joined, and that do not reach a member, or are not reached by one:
-        further attempts would keep the others from training. Not if it lacks a member that the
-        others lack, too."""
-        world = broken.members.world
-        new = {n for n in world.node_ids if self._joined_in.get(n) == world.generation}
-        absent = {n for one, others in reports.items() if one not in new for n in others} - new
-        apart = {
-            node_id
-            for one, others in reports.items()
-            for other in set(others) - absent
-            for node_id in (one, other)
-        }
-        joined = apart & new
-        return tuple(n for n in world.node_ids if n in joined and len(joined) < len(world.members))
+    def _unconnected(self, broken: Broken) -> frozenset[str]:
+        """The members that have joined the running job since its last group was built."""
+        members = (*broken.members.running, *broken.members.out)
+        built = max((n.node.last_run or 0 for n in members), default=0)
+        return frozenset(n for n, joined in self._joined_in.items() if joined > built)
 
 
 def _was_killed(failed: Failed) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -54,55 +55,98 @@ class FailedBuilds:
         reports: Mapping[str, Sequence[str]],
         *,
         has_run: bool = True,
+        joining: Collection[str] = (),
     ) -> tuple[str, ...]:
         """A world of ``members`` (in rank order) broke; ``reports`` has the nodes for which each
         reporter waited without success. Without reports, a world that some member has run resets
         all counts. If none has, the reports are late: another member was released first.
 
+        ``joining``: the members that were never connected to the others. Those train without them,
+        so that further attempts would only delay them: the first failed build is enough.
+
         Returns the nodes to be excluded now.
         """
         if not has_run and not any(reports.values()):
             return ()
-        causes = {node: _causes(node, reports) for node in _at_fault(members, reports)}
+        lacks = _disconnected(members, reports)
+        causes = {node: _causes(node, lacks) for node in _at_fault(members, lacks, reports)}
         self._streaks = {
             cause: self._streaks.get(cause, 0) + 1
             for cause in {cause for of_node in causes.values() for cause in of_node}
         }
-        out = tuple(
+        out = {
             node
             for node, of_node in causes.items()
             if max(self._streaks[cause] for cause in of_node) >= IN_A_ROW
-        )
+        }
         for cause in (cause for node in out for cause in causes[node]):
             self._streaks.pop(cause, None)
-        return out
+        if len(joining) < len(members):
+            out.update(node for node in _cover(members, lacks, joining) if node in joining)
+        return tuple(node for node in members if node in out)
 
 
-def _causes(node: str, reports: Mapping[str, Sequence[str]]) -> list[frozenset[str]]:
-    """The node itself, and its connection to the other one if only one other waited for it."""
-    reporters = [reporter for reporter, unreachable in reports.items() if node in unreachable]
-    others = [reporter for reporter in reporters if reporter != node]
-    alone = [frozenset((node, *others))] if len(others) == 1 else []
+def _disconnected(
+    members: Sequence[str], reports: Mapping[str, Sequence[str]]
+) -> dict[str, set[str]]:
+    """The members without a connection to each member. Either end may report it, and either may be
+    the cause."""
+    known = frozenset(members)
+    lacks: dict[str, set[str]] = defaultdict(set)
+    for reporter, unreachable in reports.items():
+        for node in unreachable:
+            if node != reporter and node in known and reporter in known:
+                lacks[reporter].add(node)
+                lacks[node].add(reporter)
+    return lacks
+
+
+def _causes(node: str, lacks: Mapping[str, set[str]]) -> list[frozenset[str]]:
+    """The node itself, and its connection to the other one if it only lacks that one."""
+    alone = [frozenset((node, *lacks[node]))] if len(lacks[node]) == 1 else []
     return [frozenset((node,)), *alone]
 
 
-def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The nodes for which the largest number of others waited.
+def _at_fault(
+    members: Sequence[str], lacks: Mapping[str, set[str]], reports: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """The nodes that lack a connection to the largest number of others.
 
     If there are several, those without a report: they never arrived. If all reported (two nodes
     that cannot reach each other), only the most junior one is at fault, so that the others can
     continue.
     """
-    missed_by = Counter(
-        node
-        for reporter, unreachable in reports.items()
-        for node in set(unreachable)
-        if node != reporter and node in members
-    )
-    most = max(missed_by.values(), default=0)
-    worst = [node for node in members if most and missed_by[node] == most]
+    most = max(map(len, lacks.values()), default=0)
+    worst = [node for node in members if most and len(lacks.get(node, ())) == most]
     silent = [node for node in worst if node not in reports]
     return tuple(silent or worst[-1:])
+
+
+def _cover(
+    members: Sequence[str], lacks: Mapping[str, set[str]], joining: Collection[str]
+) -> list[str]:
+    """Nodes without which all others are connected, as far as is known: one after the other, the
+    one that lacks most of the rest. Of several, a joining node, and of those the most junior one:
+    the others train without it."""
+    left = {node: set(others) for node, others in lacks.items()}
+
+    def rank(node: str) -> tuple[int, bool, int, str]:
+        return -len(left[node]), node not in joining, -place[node], node
+
+    place = {node: i for i, node in enumerate(members)}
+    queue = [rank(node) for node in left]
+    heapq.heapify(queue)
+    chosen: list[str] = []
+    while queue:
+        *_, node = known = heapq.heappop(queue)
+        if (current := rank(node)) != known:  # some of those that it lacks have been chosen
+            heapq.heappush(queue, current)
+        elif left[node]:
+            chosen.append(node)
+            for other in left[node]:
+                left[other].discard(node)
+            left[node] = set()
+    return chosen
 
 
 # ----------------------------------------------------------------------------

@@ -618,7 +618,8 @@ def test_attempts_to_build_a_group_wait_longer_each_time() -> None:
         ({"id-n1": "id-n3"}, {"id-n3"}),
         ({"id-n1": "id-n2"}, set()),
         ({"id-n1": "id-n2", "id-n3": "id-n2"}, set()),  # n2 hangs
-        ({"id-n1": "id-n2", "id-n3": "id-n1"}, {"id-n3"}),
+        ({"id-n2": "id-n1", "id-n3": "id-n1"}, set()),  # n1's ports are blocked
+        ({"id-n1": "id-n2", "id-n3": "id-n1"}, set()),  # n1 again, as its peers see it
     ],
 )
 def test_a_joining_node_that_cannot_be_reached_stops_the_others_for_one_build(
@@ -637,8 +638,9 @@ def test_a_joining_node_that_cannot_be_reached_stops_the_others_for_one_build(
     v = replace(view(EIGHT, *before, failure_reports=reports), failing_since_s=NOW - 9)
     assert accounting.count(broken(v), None, NOW) is None
     assert set(accounting.flaps.quarantined(NOW)) == excluded
-    if unreachable.get("id-n1") == "id-n3":
-        assert accounting.quarantine_reasons["id-n3"] == "n1 cannot reach it"
+    reasons = {"id-n1": "n1 cannot reach it", "id-n3": "it cannot reach n1"}
+    for reporter in unreachable if excluded else ():
+        assert accounting.quarantine_reasons["id-n3"] == reasons[reporter]
 
 
 def timed_out(generation: int, since_s: float) -> Broken:
