@@ -274,7 +274,7 @@ class FailureAccounting:
         steps = self._steps_made(step_rate)
         already_out = set(self.flaps.quarantined(now))
         self._count_joining_nodes(broken, now)
-        self._count_builds(broken, now)
+        unreached = self._count_builds(broken, now)
         if not _is_job_failure(broken):
             lost = self._explaining(self._breakage(broken, None, step_rate, now))
             return self._remember(lost, now)
@@ -282,6 +282,8 @@ class FailureAccounting:
         is_late = bool(broken.failures) and all(map(self._is_late, broken.failures))
         if is_late or self._continues_last(broken, breakage):
             breakage = replace(breakage, counts=False)
+        if breakage.is_failed_build:
+            breakage = replace(breakage, excluded=unreached)
         self._step_at_change = self._step
         origin = broken.origin
         if origin is not None and not budget.healthy(breakage, self._policy):
@@ -522,7 +524,9 @@ class FailureAccounting:
                 if by_itself and failure is not None:
                     self._tell_why(node_id, budget.error_line(remembered(failure)))
 
-    def _count_builds(self, broken: Broken, now: float) -> None:
+    def _count_builds(self, broken: Broken, now: float) -> str:
+        """Quarantine the nodes that keep groups from being built. Returns the name of the first
+        one, for the record: if it led, its successor must not admit it at once."""
         members = broken.members
         reports = {t.node_id: t.unreachable for t in members.failure_reports if t.unreachable}
         names = {m.node_id: m.name for m in members.world.members}
@@ -540,6 +544,7 @@ class FailureAccounting:
                 self._tell_why(node_id, f"{listed(others)} cannot reach it")
             elif lacking:
                 self._tell_why(node_id, f"it cannot reach {listed(lacking)}")
+        return names[out[0]] if out else ""
 
     def _unconnected(self, broken: Broken) -> frozenset[str]:
         """The members that have joined the running job since its last group was built."""

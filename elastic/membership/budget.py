@@ -209,7 +209,7 @@ class Breakage:
     churned: tuple[str, ...] = ()  # of those lost and left: repeatedly within the window
     counts: bool = True  # False: nodes are missing, which is not the job's fault
     step: int | None = None  # of the job, as known to its leader
-    excluded: str = ""  # name of a node whose machine was at fault
+    excluded: str = ""  # name of a node whose machine, or network, was at fault
     verdict: str = ""  # on the first failure, for users; without one, what a member reported
     response: str = ""  # the response to it
     attempts: int = 1  # worlds in a row whose groups could not be built, counted as one breakage
@@ -323,6 +323,7 @@ def continued(last: Breakage, breakage: Breakage) -> Breakage | None:
         breakage,
         lived_s=breakage.at_s - last.began_s,
         steps=last.steps,
+        excluded=breakage.excluded or last.excluded,
         attempts=last.attempts + breakage.attempts,
     )
 

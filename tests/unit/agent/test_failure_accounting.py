@@ -638,6 +638,10 @@ def test_a_joining_node_that_cannot_be_reached_stops_the_others_for_one_build(
     v = replace(view(EIGHT, *before, failure_reports=reports), failing_since_s=NOW - 9)
     assert accounting.count(broken(v), None, NOW) is None
     assert set(accounting.flaps.quarantined(NOW)) == excluded
+    successor = FailureAccounting(OPTIONS)
+    last = replace(EIGHT, generation=9, breakages=accounting.records(NOW, NOW), time_s=NOW)
+    successor.remember(last, NOW, NOW)
+    assert set(successor.flaps.quarantined(NOW)) == {node_id[3:] for node_id in excluded}
     reasons = {"id-n1": "n1 cannot reach it", "id-n3": "it cannot reach n1"}
     for reporter in unreachable if excluded else ():
         assert accounting.quarantine_reasons["id-n3"] == reasons[reporter]
