@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import string
 import zlib
 from dataclasses import fields, is_dataclass, replace
 from random import Random
@@ -13,17 +14,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.agent.accounting import REMEMBERED, remembered, to_record
+from elastic.agent.roster import Failed
 from elastic.errors import ConfigError, RecordError
+from elastic.membership.budget import Breakage
+from elastic.membership.progress import (
+    MAX_REASON_CHARS,
+    MAX_WAITING,
+    JobProgress,
+    RecordedHeartbeat,
+    WaitingNode,
+    encode_progress,
+)
 from elastic.membership.records import (
     COMPRESSED_FROM_BYTES,
     MAX_RECORD_BYTES,
     RECORD_VERSION,
+    BreakageRecord,
     Done,
     FailureReport,
     Keys,
     Leader,
     Member,
     Node,
+    Outcome,
     ProcessIdentity,
     Record,
     ReplicaSlots,
@@ -32,7 +46,7 @@ from elastic.membership.records import (
     decode,
     encode,
 )
-from elastic.wire.messages import WorldReference
+from elastic.wire.messages import MemoryLocation, NodeReplica, ReplicaSlot, WorldReference
 
 KEY = "/elastic/job/world"
 
@@ -322,6 +336,91 @@ def test_the_world_of_ten_thousand_nodes_is_far_below_etcds_limit() -> None:
     record = encode(world)
     assert len(record) < 640 << 10
     assert decode(WorldRecord, KEY, record) == world
+
+
+def incompressible(characters: int) -> str:
+    return "".join(Random(characters).choices(string.ascii_letters + string.digits, k=characters))
+
+
+def worst_breakage(generation: int) -> BreakageRecord:
+    """As many nodes and as long texts as the leader records."""
+    names = tuple(f"{incompressible(40)}{number}" for number in range(1000))
+    failures = tuple(
+        Failed(node_id=name, node=name, text=incompressible(10_000), exit_code=1)
+        for name in names[:REMEMBERED]
+    )
+    breakage = Breakage(
+        generation=generation,
+        lived_s=1.5,
+        failures=tuple(map(remembered, failures)),
+        lost=names,
+        left=names,
+        churned=names,
+        at_s=0.0,
+        verdict=incompressible(200),
+        response=incompressible(300),
+    )
+    return to_record(breakage, 1.5)
+
+
+def test_every_record_of_ten_thousand_nodes_is_below_etcds_limit() -> None:
+    """With as many nodes outside, and the worst failures that are recorded."""
+    world = large_world()
+    breakages = tuple(map(worst_breakage, range(REMEMBERED)))
+    random = Random(8)
+    outside = tuple(
+        MemoryLocation(
+            node_id=f"{random.getrandbits(64):016x}",
+            name=member.name,
+            host=member.liveness_host,
+            port=member.memory_port,
+        )
+        for member in world.members
+    )
+    broken = replace(world, breakages=breakages, outside=outside)
+    left = replace(broken, members=(), leaving=world.members)
+    done = Done(
+        outcome=Outcome.FAILURE,
+        reason=incompressible(10_000),
+        exit_code=70,
+        generation=8,
+        final_step=9,
+        time_s=1.5,
+        breakages=breakages,
+    )
+    slots = tuple(
+        NodeReplica(
+            nonce=f"{random.getrandbits(32):08x}",
+            slots=tuple(
+                ReplicaSlot(node_id=m.node_id, start=f"{random.getrandbits(32):08x}") for m in pair
+            ),
+        )
+        for pair in zip(world.members[::2], world.members[1::2], strict=True)
+    )
+    progress = JobProgress(
+        node_id=world.node_ids[0],
+        generation=8,
+        step=9,
+        step_time_s=0.5,
+        checkpoint_step=7,
+        time_s=1.5,
+        heartbeats=tuple(
+            RecordedHeartbeat(
+                node_id=node_id,
+                generation=8,
+                step=random.randrange(1 << 20),
+                heard_at_s=1.8e9 + random.randrange(100) / 10,
+            )
+            for node_id in world.node_ids
+        ),
+        waiting=tuple(
+            WaitingNode(node_id=node_id, reason=incompressible(MAX_REASON_CHARS))
+            for node_id in world.node_ids[:MAX_WAITING]
+        ),
+    )
+    records = [encode(record) for record in (broken, left, done, ReplicaSlots(replicas=slots))]
+    sizes = [len(record) for record in (*records, encode_progress(progress))]
+    assert max(sizes) < 1 << 20, sizes  # etcd: 1.5 MiB, the liveness connection: 1 MiB
 
 
 def test_small_records_stay_legible() -> None:
