@@ -537,10 +537,11 @@ def _no_step_made(history: Sequence[Breakage], policy: FailureBudget) -> StopJob
     """
     row = _row_without_a_step(history, policy)
     worlds = sum(b.attempts for b in row if b.counts or b.is_failed_build)
-    if worlds < policy.same_error or not (row[0].counts or row[0].is_failed_build):
+    if not (row and (row[0].counts or row[0].is_failed_build)):
         return None
     lasted_s = row[0].at_s - row[-1].began_s
-    are_slow = lasted_s >= worlds * max(policy.failure_window_s, _SLOW_S)
+    slow_s = worlds * max(policy.failure_window_s, _SLOW_S)
+    are_slow = worlds >= policy.same_error and lasted_s >= slow_s
     if lasted_s < policy.failure_window_s or not (are_slow or worlds > policy.budget):
         return None
     reason = (

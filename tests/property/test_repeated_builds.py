@@ -101,6 +101,13 @@ def test_a_group_that_is_never_built_ends_the_job_in_time_and_no_earlier(
     assert record.attempts == outage.worlds, "one incident"
 
 
+def test_a_budget_of_one_ends_with_the_second_attempt() -> None:
+    outage = Outage(AgentOptions(failure_budget=1, failure_window_s=20.0))
+    assert outage.attempt(30.0) is None
+    stop = outage.attempt(30.0)
+    assert stop is not None and "2 worlds in a row" in stop.reason
+
+
 @given(durations=durations)
 def test_steps_between_failed_builds_reset_the_count(durations: list[float]) -> None:
     outage = Outage(AgentOptions(failure_budget=3, failure_window_s=20.0))
