@@ -8,8 +8,9 @@ keys. Nothing raises an error.
 It is decided from the source of the functions that are being called, before the first step. A loop
 *carries* a variable that an iteration may read before it assigns it, and that the loop assigns, or
 a container or tensor from before the loop that it changes in place. Values are then followed
-through the loop's body, in the order of its statements, to where they train: a backward pass,
-gradients, settings of an optimizer. A sum of losses that is only printed gets there on no path.
+through the loop's body and what follows it, in the order of statements, to where they train: a
+backward pass, gradients, settings of an optimizer, the end of the training. A sum of losses that is
+only printed gets there on no path.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _RESUMED = frozenset({"state", "index", "position", "epoch", "number", "epochs",
 # Iterators: what they read next is the concern of the loader.
 _ITERATORS = frozenset({"iter", "enumerate", "zip", "cycle", "map", "tqdm"})
 _SETTINGS = frozenset({"lr", "betas", "eps", "momentum", "weight_decay", "alpha"})
+_TRAINS = frozenset({"backward", "param_groups"})
 _CONTAINERS = frozenset(
     {"list", "dict", "deque", "set", "defaultdict", "OrderedDict", "Counter", "clone", "deepcopy"}
     | {"zeros", "ones", "full", "empty", "rand", "randn", "tensor", "arange", "as_tensor"}
@@ -56,8 +58,9 @@ class CarriedVariable:
 
     name: str
     change: ast.stmt  # that the loop makes
-    use: ast.expr  # that trains
+    use: ast.expr  # that trains, or ends the training
     loop: Loop
+    is_reset: bool  # by a loop around this one, as in each epoch
 
 
 def refuse_carried(
@@ -83,12 +86,12 @@ def refuse_carried(
 
 
 def _training_functions(frame: FrameType) -> set[str]:
-    """The names of functions that make backward passes: those of the frame's file, and those that
-    its module has imported."""
+    """The names of functions that make backward passes or set rates: those of the frame's file, and
+    those that its module has imported."""
     imported = {
         name
         for name, value in list(frame.f_globals.items())
-        if isinstance(value, FunctionType) and "backward" in value.__code__.co_names
+        if isinstance(value, FunctionType) and _TRAINS & set(value.__code__.co_names)
     }
     return imported | _training_functions_of(frame.f_code.co_filename)
 
@@ -100,12 +103,11 @@ def _training_functions_of(file: str) -> frozenset[str]:
     except (SyntaxError, ValueError):
         return frozenset()
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    return frozenset(f.name for f in functions if _calls_backward(f))
+    return frozenset(f.name for f in functions if _is_training(f))
 
 
-def _calls_backward(function: ast.FunctionDef) -> bool:
-    calls = (n for n in ast.walk(function) if isinstance(n, ast.Call))
-    return any(_name_of(call.func) == "backward" for call in calls)
+def _is_training(function: ast.FunctionDef) -> bool:
+    return any(isinstance(n, ast.Attribute) and n.attr in _TRAINS for n in ast.walk(function))
 
 
 def _refusal(carried: CarriedVariable, function: str, *, is_in_retry: bool) -> TrainingError:
@@ -116,11 +118,13 @@ def _refusal(carried: CarriedVariable, function: str, *, is_in_retry: bool) -> T
         if is_in_retry
         else "a restarted job resumes from its last checkpoint, but runs the script again"
     )
+    start = "where each epoch begins" if carried.is_reset else "before the loop"
+    begun = f"run.state[{name!r}] = …" if carried.is_reset else f"run.state.setdefault({name!r}, …)"
     return TrainingError(
         f"`{change}` in {function}: {again}, and {name} restarts or differs between ranks, but the "
         f"next steps depend on it: line {carried.use.lineno}, `{use}`",
         hint=f"keep it in run.state, with the same value on all ranks: "
-        f"run.state.setdefault({name!r}, …) before the loop, and run.state[{name!r}] in it; or "
+        f"{begun} {start}, and run.state[{name!r}] from there on; or "
         f"call run.untracked({name!r}) before training, if it need not be exact",
     )
 
@@ -129,20 +133,28 @@ def carried_variables(
     function: ast.AST, loops: Iterable[Loop], trains: Collection[str] = ()
 ) -> Iterator[CarriedVariable]:
     """The variables on which the training in a function depends, that one of its ``loops`` carries
-    and nothing in the function saves or restores. ``trains``: names of functions that make backward
-    passes."""
+    and nothing in the function saves or restores. ``trains``: names of functions that do."""
     kept = _kept(function)
     seen: set[str] = set()
+    around: list[Loop] = []
     for loop in loops:
+        outer, around = around, [*around, loop]
         changes = dict(_changes(function, loop))
         candidates = changes.keys() & _read_before(loop) - kept
         if not candidates:
             continue
         flow = _Flow(trains, _called(loop))
-        flow.loop(loop, {name: frozenset({name}) for name in candidates})
+        after = flow.loop(loop, {name: frozenset({name}) for name in candidates})
+        flow.follow(_after(function, loop), after)
         for name in sorted(flow.uses.keys() - seen):
             seen.add(name)
-            yield CarriedVariable(name, changes[name], flow.uses[name], loop)
+            is_reset = any(_resets(each, loop, name) for each in outer)
+            yield CarriedVariable(name, changes[name], flow.uses[name], loop, is_reset)
+
+
+def _resets(outer: Loop, inner: Loop, name: str) -> bool:
+    inside = set(map(id, ast.walk(inner)))
+    return any(name in _stored(s) for s in _statements(outer) if id(s) not in inside)
 
 
 # ----------------------------------------------------------------------------
@@ -443,15 +455,29 @@ _NONE: frozenset[str] = frozenset()
 
 
 class _Flow:
-    """Follows the values of carried variables through a loop's body, and notes where they train."""
+    """Follows the values of carried variables through a loop's body and what follows it, and notes
+    where they train, or decide when the training ends."""
 
     def __init__(self, trains: Collection[str], called: Collection[str]) -> None:
         self._trains = trains
         self._called = called
+        self._inner_loops = -1
         self.uses: dict[str, ast.expr] = {}
+
+    def follow(self, body: Sequence[ast.stmt], now: _Origins) -> None:
+        """The statements after the loop. They are in a loop around it, or end the function."""
+        self._inner_loops += 1
+        self._block(body, now, _NONE)
+        self._inner_loops -= 1
 
     def loop(self, loop: ast.For | ast.AsyncFor | ast.While, before: _Origins) -> _Origins:
         """Returns the origins of each variable's value after the loop."""
+        self._inner_loops += 1
+        after = self._loop(loop, before)
+        self._inner_loops -= 1
+        return after
+
+    def _loop(self, loop: ast.For | ast.AsyncFor | ast.While, before: _Origins) -> _Origins:
         now, decides = before, _NONE
         while True:
             if isinstance(loop, ast.While):
@@ -475,6 +501,8 @@ class _Flow:
     def _statement(self, node: ast.stmt, now: _Origins, decides: frozenset[str]) -> _Origins:
         if isinstance(node, ast.If):
             self._note(node.test, now)
+            if self._inner_loops == 0 and _leaves(node):
+                self._train(node.test, self._of(node.test, now))
             inner = decides | (_NONE if _is_remainder(node.test) else self._of(node.test, now))
             return _join(self._block(node.body, now, inner), self._block(node.orelse, now, inner))
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
@@ -568,6 +596,23 @@ class _Flow:
     def _train(self, use: ast.expr, origins: frozenset[str]) -> None:
         for name in origins:
             self.uses.setdefault(name, use)
+
+
+def _leaves(node: ast.If) -> bool:
+    """Whether a branch leaves the loop around it."""
+    ways_out = (ast.Break, ast.Return)
+    return any(isinstance(last, ways_out) for last in (node.body[-1], *node.orelse[-1:]))
+
+
+def _after(function: ast.AST, loop: Loop) -> list[ast.stmt]:
+    """The statements that follow a loop: those of the blocks around it, the innermost first."""
+    for node in ast.walk(function):
+        for body in (getattr(node, "body", ()), getattr(node, "orelse", ())):
+            if isinstance(body, list) and loop in body:
+                rest = body[body.index(loop) + 1 :]
+                around = () if node is function or not isinstance(node, ast.stmt) else (node,)
+                return [*rest, *(s for n in around for s in _after(function, n))]  # type: ignore[arg-type]
+    return []
 
 
 def _called(loop: Loop) -> set[str]:

@@ -32,11 +32,14 @@ loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batc
 RATE_BY_A_COUNTER = """
 def train():
     count = 0
+    def lower_rate():
+        nonlocal count
+        count += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / count
     for epoch in run.epochs(4):
         for inputs, targets in loader:
-            count += 1
-            for group in optimizer.param_groups:
-                group["lr"] = 0.01 / count
+            lower_rate()
             optimizer.zero_grad()
             F.mse_loss(model(inputs), targets).backward()
             optimizer.step()

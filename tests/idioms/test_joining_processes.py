@@ -15,18 +15,18 @@ from test_worst_places import BY_ITSELF, HEAD, STEP, TAIL, TRAINED
 LATE = 9
 
 LOOPS = {
-    "a learning rate from a global counter": (
+    "a learning rate from an attribute that counts": (
         """
-count = 0
+class Schedule:
+    count = 0
 def train():
-    global count
     for epoch in run.epochs(2):
         for i, (inputs, targets) in enumerate(loader, start=loader.index):
             for group in optimizer.param_groups:
-                group["lr"] = 0.0001 * 0.8 ** count
+                group["lr"] = 0.0001 * 0.8 ** Schedule.count
             die(epoch * 8 + i, at)
             STEP
-            count += 1
+            Schedule.count += 1
 """,
         "optimizer has different settings on rank 2 (lr=0.0001) and rank 0",
     ),
@@ -62,31 +62,22 @@ def test_a_joining_process_that_diverges_is_detected(
 
 
 COUNTS = {
-    "a learning rate from a local counter": (
+    "a learning rate from an attribute that counts": (
         """
+class Schedule:
+    def __init__(self):
+        self.count = 0
 def train():
-    count = 0
+    schedule = Schedule()
     for epoch in run.epochs(2):
         for i, (inputs, targets) in enumerate(loader, start=loader.index):
             for group in optimizer.param_groups:
-                group["lr"] = 0.001 * 0.8 ** count
+                group["lr"] = 0.001 * 0.8 ** schedule.count
             die(epoch * 8 + i, at)
             STEP
-            count += 1
+            schedule.count += 1
 """,
         f"step {LATE} is repeated with lr=0.001 for optimizer (previously lr=0.000134",
-    ),
-    "a number of steps in a local variable": (
-        """
-def train():
-    count, batches = 0, iter(loader)
-    while count < 3:
-        inputs, targets = next(batches)
-        die(count, 2)
-        STEP
-        count += 1
-""",
-        "this loop resumes after 2 steps without run.epochs",
     ),
 }
 

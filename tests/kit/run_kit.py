@@ -52,6 +52,7 @@ class Job:
 
     def train(self, epochs: int = 2, stop_after: int | None = None) -> int:
         """Train as a script would; the number of steps done. ``stop_after`` breaks off."""
+        self.run.untracked("done")
         done = 0
         for _ in self.run.epochs(epochs):
             for x, y in self.loader:

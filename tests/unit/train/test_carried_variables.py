@@ -109,6 +109,24 @@ CARRIED = {
             (loss(model(x), y) - previous).backward()
             previous = y
     """,
+    "a sum that a scheduler gets after the pass": """
+        for epoch in run.epochs(3):
+            total = 0.0
+            for x, y in loader:
+                value = loss(model(x), y)
+                value.backward()
+                total += value.item()
+            scheduler.step(total / len(loader))
+    """,
+    "a count of epochs without progress": """
+        worse = 0
+        for epoch in run.epochs(9):
+            for x, y in loader:
+                loss(model(x), y).backward()
+            worse = 0 if is_better(model) else worse + 1
+            if worse > 2:
+                break
+    """,
     "a function that trains": """
         h = None
         for x, y in loader:

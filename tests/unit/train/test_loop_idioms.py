@@ -47,6 +47,7 @@ def stopped(folder: Path, steps: int) -> None:
     """A process that is killed within a step, after ``steps`` committed and saved steps."""
     with process(folder, every_steps=1, clean=False) as run:
         script = job(run)
+        run.untracked("done")
         done = 0
         for _ in run.epochs(3):
             for x, y in script.loader:
@@ -145,6 +146,7 @@ def test_an_epoch_limited_by_its_reader_ends_at_the_same_step_after_a_kill(
     def train(folder: Path | None, stop_after: int | None) -> tuple[int, torch.Tensor]:
         steps = 0
         with process(folder, every_steps=1, clean=stop_after is None) as run:
+            run.untracked("steps")
             script = job(run)
             for _ in run.epochs(3):
                 for x, y in limited_by(script.loader):
@@ -169,6 +171,7 @@ def test_a_script_that_subtracts_the_batches_it_has_had_gets_the_rest(tmp_path: 
     def train(stop_after: int | None) -> int:
         steps = 0
         with process(tmp_path, every_steps=1, clean=stop_after is None) as run:
+            run.untracked("steps")
             script = job(run)
             for _ in run.epochs(2):
                 for x, y in itertools.islice(script.loader, 4 - run.state.get("done", 0)):

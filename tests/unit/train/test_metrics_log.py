@@ -352,6 +352,7 @@ def curve(folder: Path, name: str = "loss") -> list[tuple[int, float]]:
 
 
 def train(script: Job, epochs: int, *, stop_after: int | None = None, offset: float = 0.0) -> None:
+    script.run.untracked("done")
     done = 0
     for epoch in script.run.epochs(epochs):
         for x, y in script.loader:

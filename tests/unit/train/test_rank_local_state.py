@@ -63,6 +63,7 @@ class Collection(nn.ModuleDict):
 
 def run_steps(run: Run, one: Job, meter: Meter, steps: int) -> None:
     """Commit so many steps; the next one has begun."""
+    run.untracked("done")
     done = 0
     for _ in run.epochs(3):
         for x, y in one.loader:

@@ -143,6 +143,7 @@ def test_code_after_the_loader_runs_before_the_next_save(
             script = job(run)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.5)
             run.track(scheduler=scheduler)
+            run.untracked("done")
             done = 0
             for _ in run.epochs(3):
                 for x, y in script.loader:
