@@ -23,8 +23,7 @@ NOISE_FACTOR = 20.0
 """A difference is one if it is this many times the effect of rounding that was measured."""
 _ROUNDINGS = 16.0  # in units of a number's precision, where no effect was measured
 _UNMEASURED_ROUNDINGS = 2000.0  # of a script whose updates are no torch.optim.Optimizer's
-_VALUE_ROUNDING = 1e-6  # of logged values, which scripts compute in float32
-_FLOAT_ROUNDING = 1e-9
+_VALUE_ROUNDING = 1e-6  # of values, logged or kept, which scripts compute in float32
 _METRIC_ROUNDING = 0.02  # of the script's values under autocast: a sample that changes its class
 _STEADY = 1e-2  # the largest relative change of a script's own value that is one of rounding
 _EPS, _NORM, _FIRST = 2, 3, 4  # places in the leaf of a tensor
@@ -285,7 +284,7 @@ def _apart(one: Leaf, other: Leaf) -> float:
 
 def _tolerance(leaf: Leaf, effect: float, roundings: float = _ROUNDINGS) -> float:
     if leaf[0] == "value":
-        base = _FLOAT_ROUNDING * abs(leaf[1]) if isinstance(leaf[1], float) else 0.0
+        base = _VALUE_ROUNDING * abs(leaf[1]) if isinstance(leaf[1], float) else 0.0
     else:
         base = roundings * leaf[_EPS] * math.sqrt(leaf[_NORM])
     return base + (NOISE_FACTOR * effect if math.isfinite(effect) else math.inf)
