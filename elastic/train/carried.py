@@ -158,6 +158,36 @@ def _resets(outer: Loop, inner: Loop, name: str) -> bool:
 
 
 # ----------------------------------------------------------------------------
+# Whether the code after a loop needs the loop's last iteration.
+
+
+def needs_last_iteration(frame: FrameType | None) -> bool:
+    """Whether the script reads, after its loop over a loader, variables that only the loop assigns:
+    ``print(loss.item())`` after an evaluation. They would not exist where the loop resumes at its
+    end."""
+    for one in frames_of_script(frame):
+        if one is not None and LIBRARIES not in one.f_code.co_filename:
+            tree, line = tree_of(one), one.f_lineno
+            return any(read_after(tree, loop) for loop in loops_around(tree, line)[-1:])
+    return False
+
+
+def read_after(function: ast.AST, loop: Loop) -> set[str]:
+    """The variables that only the loop assigns, and that are read after it."""
+    inside = set(map(id, ast.walk(loop)))
+    assigned = _targets(loop.target) if isinstance(loop, ast.For) else set()
+    assigned = assigned.union(*map(_stored, _statements(loop)))
+    elsewhere = {
+        n.id
+        for n in ast.walk(function)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in inside
+    }
+    reads = _Reads()
+    reads.block(_after(function, loop), set())
+    return reads.names & assigned - elsewhere
+
+
+# ----------------------------------------------------------------------------
 # Which variables a function keeps in the job's state, or has from it.
 
 
@@ -544,7 +574,7 @@ class _Flow:
             now = self._store(node.target, both, now)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             for call in _chain(node.value):
-                if _is_in_place(call) and (name := _receiver(call)):
+                if _is_in_place(call) and (name := _receiver(call)) and not _is_kept(call.func):
                     is_new = _replaced(node) == name
                     before = _NONE if is_new else now.get(name, _NONE)
                     now = _with(now, {name}, before | self._of_arguments(call, now) | decides)
@@ -570,6 +600,8 @@ class _Flow:
             return _with(now, _targets(target), origins)
         if _is_training_state(target):
             self._train(target, origins)
+            return now
+        if _is_kept(target):
             return now
         root = _replaced_by(target)
         before = _NONE if root is not None else now.get(_root(target), _NONE)
@@ -613,6 +645,11 @@ def _after(function: ast.AST, loop: Loop) -> list[ast.stmt]:
                 around = () if node is function or not isinstance(node, ast.stmt) else (node,)
                 return [*rest, *(s for n in around for s in _after(function, n))]  # type: ignore[arg-type]
     return []
+
+
+def _is_kept(target: ast.expr) -> bool:
+    """Whether it is an entry of run.state, which is restored."""
+    return any(isinstance(n, ast.Attribute) and n.attr == "state" for n in ast.walk(target))
 
 
 def _called(loop: Loop) -> set[str]:

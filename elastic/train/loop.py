@@ -19,6 +19,7 @@ from elastic.groups.world import World, world_from_environment
 from elastic.hangs.page import DATA, SCRIPT, phases
 from elastic.telemetry.log import get_logger
 from elastic.torch_private import not_compiled
+from elastic.train.carried import needs_last_iteration
 from elastic.train.checks import (
     follows_its_loop,
     refuse_break,
@@ -438,6 +439,7 @@ class StepLoop:
         self.left_held: Step | None = None  # its iterator ends if the script requests more
         self.committed_early: Step | None = None  # by run.commit(), and nothing was requested since
         self.is_limited = False  # the current pass resumes up to the same step: islice(loader, n)
+        self._pass_is_read = False  # of the loop that was left: to the end of its data
         self._ended: World | None = None  # the world whose end was raised in the script
 
     # -- loops --------------------------------------------------------------------------------
@@ -596,6 +598,26 @@ class StepLoop:
                 self.early_leave.leave()
             self.current.leave(loader)
 
+    @property
+    def can_leave_open(self) -> bool:
+        """Whether a loop may resume in its last step, with the code after it."""
+        can_undo = self._session.strategy.can_roll_back and not self._job.is_rebuilt
+        return self.resumes and can_undo
+
+    def leave_open(self, loader: ElasticLoader, step: Step) -> bool:
+        """At the end of the loop over ``loader``: let the code after it belong to the last step, as
+        after `break`, if that step can be undone."""
+        is_open = step is self.current.step and step.optimizer_stepped
+        if not is_open or self.current.accumulation.since is not None:
+            return False
+        if self._job.order.sums.is_pending:
+            return False  # the code after the loop may read them
+        if not self._progress.rollback.leave_open():
+            return False
+        self.current.leave(loader)
+        self._pass_is_read = True
+        return True
+
     def _leave_held(self) -> None:
         """Leave a loop whose iterator outlives it, in an attribute or a variable of the module."""
         step, loader = self.current.inside, self.current.loader
@@ -640,7 +662,9 @@ class StepLoop:
         loader = self.current.take_left_loader()
         if loader is None:
             return
-        loader.stop_workers()
+        is_read, self._pass_is_read = self._pass_is_read, False
+        if not is_read:
+            loader.stop_workers()
         if self.counts(self.current.step):
             self._commits.ends_pass = ends_pass
             try:
@@ -684,9 +708,15 @@ class StepLoop:
     # -- steps --------------------------------------------------------------------------------
 
     def begin(
-        self, loader: ElasticLoader | None, first: tuple[StepBatch, Any], rest: Batches
+        self,
+        loader: ElasticLoader | None,
+        first: tuple[StepBatch, Any],
+        rest: Batches,
+        *,
+        with_copies: bool = False,
     ) -> Step:
         """Begin a step. Saves first if a save is due: everything before is committed.
+        ``with_copies``: the code after the loop will belong to it.
 
         Raises CallEnded if other ranks' functions have returned.
         """
@@ -700,7 +730,8 @@ class StepLoop:
             self.lifecycle.synchronize()  # work that the script queued since the last step
             self._commits.call_back_again()
             self._cross_boundary()
-            self._progress.before_step(can_undo=strategy.can_roll_back)
+            can_undo = strategy.can_roll_back
+            self._progress.before_step(can_undo=can_undo, with_copies=with_copies)
             self._job.order.sums.drop()
         step = Step(number, first, rest, self._begin_micro_batch)
         self._begin_reduction(step)
@@ -1049,17 +1080,25 @@ def steps(
     batches: Batches = iter(())
     if left != 0:
         batches = loader.batches(world.data_rank, world.data_size, keeps_workers=True)
+    needs_last = loop.can_leave_open and needs_last_iteration(sys._getframe())
     begun, number = 0, 0
     phases.enter(DATA)
     try:
         for first in batches:
             begun, number = begun + 1, loop.step_number
-            step = loop.begin(loader, first, batches)
+            is_open = needs_last and loader.position.step + 1 >= end
+            step = loop.begin(loader, first, batches, with_copies=is_open)
             yield step
             if step is loop.left_held:
                 return
             loop.committed_early = None
+            is_open = is_open and loop.lifecycle.world is world and loop.leave_open(loader, step)
             del step
+            if is_open:
+                next(batches, None)
+                phases.enter(SCRIPT)
+                loop.loop_ended()
+                return
             if loop.lifecycle.world is not world:
                 raise created_too_early()  # created by an attempt that has ended
             done = loader.position.step + (loop.step_number == number)

@@ -369,15 +369,17 @@ class RankProgress:
             progress.units_before = progress.units
         progress.place = place
 
-    def before_step(self, *, can_undo: bool) -> None:
+    def before_step(self, *, can_undo: bool, with_copies: bool = False) -> None:
         """Take the boundary before a step, outside of an accumulation; only note the weights if the
-        step cannot be undone."""
+        step cannot be undone. ``with_copies``: it will have to be undone completely."""
         self._omitted = max(0, self._job.progress.calls - self.retries)
         self.replay_units()
         if self.is_past_end:
             self.is_before_place = False  # another version of the script trains longer
         if not can_undo:
             self.rollback.note_weights()
+        elif with_copies and not self.rollback.has_copies:
+            self._take(with_copies=True)
         elif not self._is_fresh:
             self._take()
 
@@ -489,9 +491,9 @@ class RankProgress:
             self.is_before_place = False
             self._take()
 
-    def _take(self) -> None:
+    def _take(self, *, with_copies: bool = False) -> None:
         self._job.progress.units_before = self._job.progress.units
-        self.rollback.take()
+        self.rollback.take(with_copies=with_copies)
         self._is_fresh = True
         if self.tag is not None:
             self.tag = tag_of(self.tag.generation, self._job.progress)

@@ -593,6 +593,9 @@ class Rollback:
         self._has_changed = False  # weights changed before an optimizer's update in this step
         self._has_updates = False  # an optimizer has begun an update in this step
         self._updated_at: int | None = None  # collectives begun before it; None: not counted
+        self._left_at: int | None = (
+            None  # collectives begun when the step's loop was left, if it was
+        )
         # Whether a part of the weights has changed since the last boundary, by any means.
         self.has_part_changed: Callable[[], bool] = _never
         self._own: tuple[torch.Tensor, ...] = ()
@@ -629,6 +632,7 @@ class Rollback:
         self.snapshot = self._state.take(with_gradients=self._includes_gradients or is_alone)
         self._local.take(position_of(self.snapshot["progress"]))
         self._has_changed = self._has_updates = False
+        self._left_at = None
         self.has_part_changed = _never
         self._has_copies = is_copied and self._copy()
         self._expect(by_content=with_copies or compares_content(self._costs.steps))
@@ -842,7 +846,7 @@ class Rollback:
         have interrupted the step after it."""
         if not self._has_updates:
             return False
-        now = _communications()
+        now = _communications() if self._left_at is None else self._left_at
         return now is None or now != self._updated_at
 
     def before_update(self) -> None:
@@ -906,6 +910,18 @@ class Rollback:
         if self._has_updates or self._has_changed or self._watch.has_changed:
             return False
         return not self.has_part_changed()  # through .data, which torch does not count
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether everything that a step changes can be restored."""
+        return self._has_copies
+
+    def leave_open(self) -> bool:
+        """The loop has ended, and the code that follows belongs to its last step. Returns whether
+        that can be undone. What communicates there says nothing about other steps."""
+        if self._has_copies:
+            self._left_at = _communications()
+        return self._has_copies
 
     @property
     def can_undo_updates(self) -> bool:

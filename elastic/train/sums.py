@@ -83,6 +83,11 @@ class StepSums:
         self.places = 0
         self.drop()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether numbers were given that only the end of the step will sum."""
+        return self._given is not None
+
     def drop(self) -> None:
         """Forget the current step's numbers: it has ended, or is repeated."""
         self._given = None

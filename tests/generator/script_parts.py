@@ -2132,6 +2132,19 @@ STATES = (
     ),
     Part(
         kind="state",
+        name="variable of the last step, after an evaluation",
+        train_start='run.state.setdefault("sums at ends", [])',
+        after_update="last_sum = sum(float(p.sum()) for p in network.parameters())",
+        epoch_end="""
+        run.mean(1, evaluated=1.0)
+        run.state["sums at ends"].append(last_sum)
+        """,
+        result='"sums at ends": torch.tensor(run.state["sums at ends"])',
+        # A finished job that is started again repeats the code after the loop, without the loop.
+        excludes=("run.epochs, left",),
+    ),
+    Part(
+        kind="state",
         name="types of the standard library",
         imports="from collections import Counter, defaultdict",
         define="""

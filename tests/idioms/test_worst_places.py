@@ -75,6 +75,18 @@ def train():
             STEP
             die(epoch * 8 + i, at)
 """,
+    "a loss that is read after an evaluation": """
+def train():
+    for epoch in run.epochs(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        run.mean(1, evaluated=0.5)
+        die(at, at)
+        print(f"epoch {epoch}: {loss.item()}")
+""",
     "a rate that follows the mean loss": """
 scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
 run.track(scheduler=scheduler)

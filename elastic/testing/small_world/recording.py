@@ -183,7 +183,7 @@ class Recording:
         loop, commits, job = parts.loop, parts.loop._commits, session.job
         begin, commit, micro_batch = loop.begin, commits._commit, loop._begin_micro_batch
 
-        def begin_limited(loader: Any, first: Any, rest: Any) -> Step:
+        def begin_limited(loader: Any, first: Any, rest: Any, **options: Any) -> Step:
             done, limit = job.progress.step, self._order.steps
             is_open = session.current.accumulation.since is not None
             if done >= limit and (not is_open or done >= _LONGEST_ACCUMULATION * limit):
@@ -191,7 +191,7 @@ class Recording:
             self._facts["in_retry"] |= session.scope.in_retry
             self._facts["own_loop"] |= loader is None
             self._watch_precision(job.modules.values())
-            return begin(loader, first, rest)
+            return begin(loader, first, rest, **options)
 
         def begin_micro_batch(step: Step) -> None:
             micro_batch(step)

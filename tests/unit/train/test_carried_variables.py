@@ -8,6 +8,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kit.run_kit import job, process
 
 from elastic.errors import TrainingError
 from elastic.train import checks
-from elastic.train.carried import carried_variables, refuse_carried
+from elastic.train.carried import carried_variables, read_after, refuse_carried
 from elastic.train.checks import loops_around
 
 CARRIED = {
@@ -134,6 +135,17 @@ CARRIED = {
     """,
 }
 NOT_CARRIED = {
+    "what is added to a list in the state": """
+        for epoch in run.epochs(9):
+            for x, y in loader:
+                value = loss(model(x), y)
+                value.backward()
+                if len(x) > 2:
+                    last = value.item()
+            run.state["values"].append(last)
+            if epoch == 3:
+                break
+    """,
     "a sum that is printed": """
         total = 0.0
         for i, (x, y) in enumerate(loader):
@@ -357,3 +369,26 @@ def test_a_job_refuses_such_a_variable_in_its_first_step_also_while_a_debugger_t
                 run.retry(train)
         finally:
             sys.settrace(before)
+
+
+@pytest.mark.parametrize(
+    ("after", "names"),
+    [
+        ("print(loss.item(), len(x))", {"loss", "x"}),
+        ("loss = evaluate()\nprint(loss)", set()),
+        ("print(total, epoch)", set()),
+        ("if epoch:\n    log(loss)", {"loss"}),
+    ],
+)
+def test_what_only_the_last_iteration_of_a_loop_has_assigned(after: str, names: set[str]) -> None:
+    tree = ast.parse(f"""
+def train():
+    for epoch in run.epochs(3):
+        total = 0.0
+        for x, y in loader:
+            loss = f(model(x), y)
+            total += loss.item()
+{indent(after, " " * 8)}
+""")
+    loop = [n for n in ast.walk(tree) if isinstance(n, ast.For)][1]
+    assert read_after(tree, loop) == names
