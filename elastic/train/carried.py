@@ -195,7 +195,7 @@ def _kept(function: ast.AST) -> set[str]:
     """The names of tracked and wrapped objects, of what is stored in run.state or computed from it,
     and of parameters, whose first values the caller knows."""
     kept = {a.arg for n in ast.walk(function) if isinstance(n, ast.arguments) for a in _args(n)}
-    assigned = [*_assignments(function)]
+    assigned = [*assignments(function)]
     for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
         if _name_of(call.func) in _KEEPERS:
             kept |= {n for value in (*call.args, *call.keywords) for n in _loads(value)}
@@ -239,7 +239,7 @@ def _is_of_the_job(value: ast.AST, kept: Collection[str]) -> bool:
     )
 
 
-def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+def assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Targets and values, those of tuples in pairs."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -266,7 +266,7 @@ def _changes(function: ast.AST, loop: Loop) -> Iterator[tuple[str, ast.stmt]]:
     inside = set(map(id, ast.walk(loop)))
     held = {
         target.id
-        for target, value in _assignments(function)
+        for target, value in assignments(function)
         if isinstance(target, ast.Name) and id(target) not in inside and _is_container(value)
     } - _memos(loop)
     for statement in _statements(loop):

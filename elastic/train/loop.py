@@ -31,6 +31,7 @@ from elastic.train.checks import (
     refuse_subclasses,
     refuse_uncounted_passes,
 )
+from elastic.train.counted import refuse_counted_requests
 from elastic.train.ddp import Wrapped
 from elastic.train.early_leave import EarlyLeave
 from elastic.train.loader import BatchInfo, ElasticLoader, Pass, RankWeights, same_shares
@@ -480,6 +481,11 @@ class StepLoop:
         """Whether a loop can only inspect data, because nothing to train is registered yet."""
         is_set_up = self.lifecycle.is_restored or self.scope.in_retry or self._job.tracked
         return not is_set_up
+
+    @property
+    def user_state(self) -> Mapping[str, object]:
+        """``run.state``."""
+        return self._job.user
 
     @property
     def resumes(self) -> bool:
@@ -1169,6 +1175,12 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
     counts = consumer.counts_from in (0, 1) and not knows_index
     if loop.resumes and not knows_index:
         refuse_break(is_enumerated=counts, is_in_retry=loop.scope.in_retry)
+        refuse_counted_requests(
+            sys._getframe(),
+            has_own_state=bool(loop.user_state),
+            in_epochs=loop.scope.owns_epochs,
+            is_in_retry=loop.scope.in_retry,
+        )
     loop.is_limited = consumer.takes is not None and not knows_index
     rates: CountedRates | None = None
     limit = functools.partial(_batches_of_pass, loop, loader, consumer, may_subtract=knows_index)
