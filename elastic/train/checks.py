@@ -912,7 +912,8 @@ def refuse_break(*, is_enumerated: bool = True, is_in_retry: bool = True) -> Non
             for inner in _within(node.body):
                 if isinstance(inner, ast.If) and _leaves_by(inner, counts, ways_out):
                     raise _refusal_of_break(inner)
-        return  # the loop is in the innermost frame
+        if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return  # the loop is in the innermost frame that is not a generator's
 
 
 def refuse_break_after_commit() -> bool:

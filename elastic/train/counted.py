@@ -1,9 +1,9 @@
 """Loops that count the batches which they request by ``next()``.
 
-``for _ in range(9): x, y = next(batches)`` has nine iterations however many batches of its pass were
-trained before a fault: where the pass resumes, all nine are requested again, and nothing raises an
-error. A ``for`` loop over the loader itself ends where the interrupted one would have, also in
-``itertools.islice`` and ``zip`` (:mod:`elastic.train.reading`), because those ask the loader.
+``for _ in range(9): x, y = next(batches)`` has nine iterations however many batches of its pass
+were trained before a fault: where the pass resumes, all nine are requested again, and nothing
+raises an error. A ``for`` loop over the loader itself ends where the interrupted one would have,
+also in ``itertools.islice`` and ``zip`` (:mod:`elastic.train.reading`): those ask the loader.
 
 It is decided from the source of the functions that are being called when a pass requests its first
 batch. What counts is the outermost loop around ``next()`` that does not also create the iterator:
@@ -159,11 +159,10 @@ def _counts_again(loop: _Loop, tree: ast.AST, name: str, *, has_own_state: bool)
     if isinstance(source, ast.Call):
         called = getattr(source.func, "attr", getattr(source.func, "id", ""))
         if called in _ENDLESS and not (called == "repeat" and len(source.args) > 1):
-            counts = {n.id for n in ast.walk(loop) if _is_target(n, loop)}
-            return isinstance(loop, ast.For) and _is_left_by(loop, counts)
+            return isinstance(loop, ast.For) and _is_left_by(loop, {*_names(loop.target)})
         if called == "range" and len(source.args) > 1 and not _is_constant(source.args[0], tree):
             return False  # it may begin where the pass resumes
-    if has_own_state and _parameters(tree) & {n.id for n in ast.walk(source) if _is_load(n)}:
+    if has_own_state and not _parameters(tree).isdisjoint(_names(source)):
         return False
     return not (_ends_with_pass(loop) and "len(" in ast.unparse(source))
 
@@ -191,21 +190,12 @@ def _is_resumed(source: ast.expr, tree: ast.AST, name: str) -> bool:
             if node.id in (name, "state"):
                 return True
             seen.add(node.id)
-            left += [value for target, value in given if _stores(target, node.id)]
+            left += [value for target, value in given if node.id in _names(target)]
     return False
 
 
-def _stores(target: ast.expr, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(target))
-
-
-def _is_target(node: ast.AST, loop: _Loop) -> bool:
-    is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    return is_stored and isinstance(loop, ast.For) and _contains(loop.target, node)
-
-
-def _is_load(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+def _names(expression: ast.expr) -> Iterator[str]:
+    return (n.id for n in ast.walk(expression) if isinstance(n, ast.Name))
 
 
 def _is_constant(expression: ast.expr, tree: ast.AST) -> bool:
@@ -225,9 +215,9 @@ def _parameters(tree: ast.AST) -> set[str]:
 def _is_left_by(loop: ast.For | ast.While, counts: set[str]) -> bool:
     """Whether a comparison with a count ends the loop."""
     tests = [loop.test] if isinstance(loop, ast.While) else []
-    for node in ast.walk(loop):
-        if isinstance(node, ast.If) and isinstance(node.body[-1], (ast.Break, ast.Return)):
-            tests.append(node.test)
+    ways_out = (ast.Break, ast.Return)
+    conditions = (n for n in ast.walk(loop) if isinstance(n, ast.If))
+    tests += [n.test for n in conditions if isinstance(n.body[-1], ways_out)]
     compared = (n for test in tests for n in ast.walk(test) if isinstance(n, ast.Compare))
     return any(
         isinstance(part, ast.Name) and part.id in counts
@@ -239,9 +229,9 @@ def _is_left_by(loop: ast.For | ast.While, counts: set[str]) -> bool:
 def _ends_with_pass(loop: _Loop) -> bool:
     """Whether the loop ends, or its iterator is replaced, where no batch is left."""
     for node in ast.walk(loop):
-        if isinstance(node, ast.ExceptHandler) and node.type is not None:
-            if "StopIteration" in ast.unparse(node.type):
-                return True
+        caught = node.type if isinstance(node, ast.ExceptHandler) else None
+        if caught is not None and "StopIteration" in ast.unparse(caught):
+            return True
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "next" and len(node.args) > 1:
             return True
     return False
@@ -257,7 +247,12 @@ def _refusal(loop: _Loop, name: str, *, in_epochs: bool) -> TrainingError:
     else:
         header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
         count = _number_of(loop.iter)
-    if in_epochs:
+    if in_epochs and "len(" in count:
+        hint = (
+            "for batch in loader:\n"
+            f"  or for i in range(loader.index, len(loader)): with next({name})"
+        )
+    elif in_epochs:
         hint = (
             f"for batch in itertools.islice(loader, {count}):    # ends where that one would have\n"
             f"  or for i in range(loader.index, min({count}, len(loader))): with next({name})"

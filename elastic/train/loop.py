@@ -1174,6 +1174,7 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
         )
     counts = consumer.counts_from in (0, 1) and not knows_index
     if loop.resumes and not knows_index:
+        consumer.refuse_restart()
         refuse_break(is_enumerated=counts, is_in_retry=loop.scope.in_retry)
         refuse_counted_requests(
             sys._getframe(),

@@ -3,6 +3,7 @@ generator that is older than the call of the training function."""
 
 from __future__ import annotations
 
+import dis
 import gc
 import inspect
 import itertools
@@ -13,7 +14,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import FrameType, GeneratorType
+from types import FrameType, FunctionType, GeneratorType
 from typing import Any, cast
 
 import torch
@@ -33,14 +34,23 @@ from elastic.telemetry.log import get_logger
 #
 # Where the script limits an epoch by ``islice`` or ``zip``, the loader remembers the number of its
 # batches, as part of the job's state. A pass that resumes ends where the interrupted one would
-# have, unless the script has subtracted the batches that it has had.
+# have, unless the script has subtracted the batches that it has had. Readers whose number of
+# batches is not known are refused: ``takewhile`` with a count, and an ``islice`` of a generator of
+# the script, which need not pass on each batch.
 
 # `enumerate(tqdm(loader))` reads the loader's generator through the progress bar's generator.
 _PROGRESS_BARS = ("tqdm", "rich")
 
 _RANGE_ITERATOR = type(iter(range(0)))
-_ONE_BY_ONE = (zip, enumerate, map, itertools.islice)  # they pass each item on
-_READERS = (*_ONE_BY_ONE, itertools.cycle)
+_VALUES: tuple[type, ...] = (type(iter([])), type(iter(())))  # iterators of lists and tuples
+_CHOOSERS = (itertools.takewhile, itertools.dropwhile, filter, itertools.filterfalse)
+# They pass each item on, if any.
+_TEE: Iterator[Any] = itertools.tee(())[0]
+_ONE_BY_ONE = (
+    *(zip, enumerate, map, itertools.starmap, itertools.islice, *_CHOOSERS),
+    *(type(_TEE), *map(type, gc.get_referents(_TEE))),
+)
+_READERS = (*_ONE_BY_ONE, itertools.cycle, itertools.compress)
 _NESTED = 3  # of these around each other: islice(enumerate(zip(loader, other)), n)
 
 _warned: set[str] = set()
@@ -56,6 +66,7 @@ class Consumer:
     # zip with the loader. None: it does not, or the number is not known.
     takes: int | None = None
     is_slice: bool = False
+    begins_again: str = ""  # a call that ends the pass by a count of its own, or by other values
 
     def refuse_cycle(self) -> None:
         """Raise TrainingError for ``itertools.cycle``, which stores every batch and repeats them.
@@ -67,6 +78,20 @@ class Consumer:
                 "itertools.cycle(loader) repeats the batches of the first epoch from memory, "
                 "outside of any step",
                 hint="def endless(loader):\n    while True:\n        yield from loader",
+            )
+
+    def refuse_restart(self) -> None:
+        """Raise TrainingError if the consumer would begin its count again where a loop resumes, and
+        the loader does not know the number."""
+        if self.begins_again:
+            raise TrainingError(
+                f"{self.begins_again} begins again at the step at which a loop resumes: after a "
+                "recovery or a restart, the epoch would have other steps",
+                hint="itertools.islice(loader, n), around the loader itself, or what continues "
+                "from the index:\n"
+                "    for i, batch in enumerate(loader, start=loader.index):\n"
+                "        if i == n:\n"
+                "            break",
             )
 
     def refuse_limit(self, batches_left: int) -> None:
@@ -105,11 +130,13 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
     [measured]), else only the last few thousand allocations, which include the objects that a
     ``for`` statement has just created.
     """
-    frames = _frames_of_progress_bars(sys._getframe(1).f_back)
+    frames = _generators(sys._getframe(1).f_back)
     if not everywhere:
         holders = gc.get_objects(0) + gc.get_objects(1)
     else:
         holders = gc.get_objects() if frames else _holders(iterator)
+    bars = _frames_of_progress_bars(sys._getframe(1).f_back)
+    begins_again = ""
     counts_from: int | None = None
     is_cycle = is_slice = False
     takes: int | None = None
@@ -123,9 +150,31 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
         elif type(holder) is itertools.islice:
             if any(_reads(read, iterator, frames) for read in gc.get_referents(holder)):
                 is_slice, takes = True, _length_of(holder)
+                if not any(_reads(read, iterator, bars) for read in gc.get_referents(holder)):
+                    begins_again = "itertools.islice(…) of a generator of the script"
         elif type(holder) is zip:
-            takes = _range_beside(holder, iterator, takes)
-    return Consumer(counts_from, is_cycle, takes, is_slice)
+            takes, other = _beside(holder, iterator, bars, takes)
+            begins_again = begins_again or other
+            if _beside(holder, iterator, frames, None)[0] not in (None, takes):
+                begins_again = "zip(range(n), …) with a generator of the script"
+        elif type(holder) in (*_CHOOSERS, itertools.compress):
+            inner = gc.get_referents(holder)
+            if any(_reads(read, iterator, frames) for read in inner) and _counts(holder, inner):
+                begins_again = f"{type(holder).__name__}(…)"
+    return Consumer(counts_from, is_cycle, takes, is_slice, begins_again)
+
+
+def _counts(holder: object, parts: list[Any]) -> bool:
+    """Whether a reader that chooses items does so by their number: ``takewhile(lambda batch:
+    next(count) < 9, loader)``, or a function that changes a variable around it."""
+    if type(holder) is itertools.compress:
+        return True
+    codes = [part.__code__ for part in parts if isinstance(part, FunctionType)]
+    stores = ("STORE_DEREF", "STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR")
+    return any(
+        "next" in code.co_names or any(i.opname in stores for i in dis.get_instructions(code))
+        for code in codes
+    )
 
 
 def _length_of(sliced: Any) -> int | None:
@@ -140,15 +189,31 @@ def _length_of(sliced: Any) -> int | None:
     return stop if (start, step) == (0, 1) else None
 
 
-def _range_beside(zipped: object, iterator: object, takes: int | None) -> int | None:
-    """The length of a range in a ``zip`` with the iterator, of which the first is being read."""
+def _beside(
+    zipped: object, iterator: object, frames: list[Any], takes: int | None
+) -> tuple[int | None, str]:
+    """The length of a range in a ``zip`` with the iterator, of which the first is being read, and
+    the ``zip``, if it has other values that begin again."""
     for parts in gc.get_referents(zipped):
-        if type(parts) is tuple and any(part is iterator for part in parts):
-            at = [part is iterator for part in parts].index(True)
-            for place, part in enumerate(parts):
-                if type(part) is _RANGE_ITERATOR:
-                    return operator.length_hint(part) + (place < at)
-    return takes
+        at = [_reads(part, iterator, frames) for part in parts] if type(parts) is tuple else []
+        if not any(at):
+            continue
+        for place, part in enumerate(parts):
+            if type(part) is _RANGE_ITERATOR:
+                return operator.length_hint(part) + (place < at.index(True)), ""
+            if (counted := _range_of_bar(part)) is not None:
+                return len(counted), ""
+            if type(part) in _VALUES:
+                return takes, f"the {type(part).__name__.partition('_')[0]} in zip(…)"
+    return takes, ""
+
+
+def _range_of_bar(part: object) -> range | None:
+    """The range in the iterator of a progress bar: of ``trange(9)``."""
+    frame = part.gi_frame if isinstance(part, GeneratorType) else None
+    is_bar = frame is not None and _frames_of_progress_bars(frame)
+    counted = getattr(frame.f_locals.get("self"), "iterable", None) if frame and is_bar else None
+    return counted if isinstance(counted, range) else None
 
 
 def _holders(iterator: object) -> list[Any]:

@@ -110,12 +110,8 @@ def of_a_new_argument(script: Job) -> None:
 def in_a_function(script: Job) -> None:
     for _ in script.run.epochs(2):
         batches = iter(script.loader)
-
-        def update() -> None:
-            script.update(*next(batches))
-
         for _ in range(3):
-            update()
+            (lambda: script.update(*next(batches)))()
 
 
 COUNTED = [

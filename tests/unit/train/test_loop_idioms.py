@@ -128,7 +128,11 @@ def by_progress_bar(loader: Any) -> Iterator[Any]:
     return itertools.islice(bar(loader), 4)
 
 
-LIMITS = [by_islice, by_zip, by_zip_behind, by_enumerate, by_progress_bar]
+def by_tee(loader: Any) -> Iterator[Any]:
+    return itertools.islice(itertools.tee(loader, 1)[0], 4)
+
+
+LIMITS = [by_islice, by_zip, by_zip_behind, by_enumerate, by_progress_bar, by_tee]
 knows_the_length = pytest.mark.skipif(
     sys.version_info >= (3, 14), reason="islice does not tell its length: it is refused"
 )
@@ -269,6 +273,95 @@ def test_a_range_to_an_index_is_accepted(train: Callable[[Job], None]) -> None:
         script = job(run)
         run.retry(lambda: train(script))
         assert steps_of_job(run) == 3
+
+
+def changed(loader: Any) -> Iterator[Any]:
+    for x, y in loader:
+        yield x + 0.0, y
+
+
+def taken_while(loader: Any) -> Iterator[Any]:
+    count = itertools.count()
+    return itertools.takewhile(lambda _: next(count) < 4, loader)
+
+
+def taken_while_a_variable_is_small(loader: Any) -> Iterator[Any]:
+    done = 0
+
+    def is_wanted(_: Any) -> bool:
+        nonlocal done
+        done += 1
+        return done <= 4
+
+    return itertools.takewhile(is_wanted, loader)
+
+
+def compressed(loader: Any) -> Iterator[Any]:
+    return itertools.compress(loader, [True] * 4)
+
+
+def beside_a_list(loader: Any) -> Iterator[Any]:
+    return (batch for batch, _ in zip(loader, [0.1, 0.2, 0.3, 0.4], strict=False))
+
+
+def slice_of_a_generator(loader: Any) -> Iterator[Any]:
+    return itertools.islice(changed(loader), 4)
+
+
+def slice_of_an_expression(loader: Any) -> Iterator[Any]:
+    return itertools.islice(((x, y) for x, y in loader), 4)
+
+
+def zip_with_a_generator(loader: Any) -> Iterator[Any]:
+    return (batch for _, batch in zip(range(4), changed(loader), strict=False))
+
+
+def break_in_front_of_a_generator(loader: Any) -> Iterator[Any]:
+    for i, batch in enumerate(changed(loader)):
+        if i == 4:
+            break
+        yield batch
+
+
+@pytest.mark.parametrize(
+    "limited_by",
+    [
+        *(taken_while, taken_while_a_variable_is_small, compressed, beside_a_list),
+        *(slice_of_a_generator, slice_of_an_expression, zip_with_a_generator),
+        break_in_front_of_a_generator,
+    ],
+)
+def test_a_reader_that_would_begin_again_is_refused(
+    limited_by: Callable[[Any], Iterator[Any]],
+) -> None:
+    with process() as run:
+        script = job(run)
+
+        def train() -> None:
+            for _ in run.epochs(2):
+                for x, y in limited_by(script.loader):
+                    script.update(x, y)
+
+        with pytest.raises(TrainingError, match=r"begins again|counts from the step at which"):
+            run.retry(train)
+        assert steps_of_job(run) == 0
+
+
+def test_readers_that_choose_by_the_batch_are_accepted() -> None:
+    with process() as run:
+        script = job(run)
+
+        def train() -> None:
+            for _ in run.epochs(1):
+                known = itertools.takewhile(lambda batch: batch is not None, script.loader)
+                for x, y in known:
+                    script.update(x, y)
+            for _ in run.epochs(2):
+                for x, y in changed(filter(None, script.loader)):
+                    script.update(x, y)
+
+        run.retry(train)
+        assert steps_of_job(run) == 2 * STEPS
 
 
 @pytest.mark.parametrize("start", [0, 1])
