@@ -1061,6 +1061,7 @@ class LastSave:
             if is_alone and not is_overtaken:
                 return False  # no permission, or the disk has failed or does not respond
         before_alone()
+        self._step = self._job.progress.step  # it may have gone back
         return self.alone()
 
     def alone(self) -> bool:

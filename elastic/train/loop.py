@@ -895,9 +895,14 @@ class StepLoop:
     def finish(self, *, is_last: bool = False) -> None:
         """At the end of training: save the state unless it is already saved.
 
-        ``is_last``: the process ends, no other loop follows, and the caller saves the state.
+        ``is_last``: the process ends, no other loop follows, and the caller saves the state. A step
+        in which the last loop was left ends here on this rank, maybe not on all: the boundary
+        before it is kept, where copies allow that, for the case that this rank saves alone.
         """
         self._leave_held()
+        if is_last and not self.scope.in_retry and self.counts(self.current.step):
+            can_undo = self._session.strategy.can_roll_back
+            self._progress.keeps_boundary = can_undo and self._progress.rollback.can_restore
         self.end_left_loop()
         if is_last:
             self._progress.end_function()

@@ -248,6 +248,8 @@ class RankProgress:
         self._omitted = 0
         self._returned = 0  # calls whose function has returned here or, by agreement, elsewhere
         self._had_returned = False  # before the last return of the function
+        # The boundary is that before the process's last step, which ended with the script.
+        self.keeps_boundary = False
         self.tag: Tag | None = None  # of this rank's weights
         self.begun = False  # a step was begun
         self._place = ""  # of the boundary with which this world began
@@ -433,7 +435,8 @@ class RankProgress:
 
     def committed(self, step: tuple[int, int, int], callbacks: int = 0) -> None:
         """Commit ``step`` (number, epoch, index), which ``callbacks`` callbacks follow."""
-        self.rollback.committed()
+        if not self.keeps_boundary:
+            self.rollback.committed()
         self.begun = False
         self._job.progress.commits += 1
         self._job.progress.last = step
@@ -492,6 +495,8 @@ class RankProgress:
             self._take()
 
     def _take(self, *, with_copies: bool = False) -> None:
+        if self.keeps_boundary:
+            return
         self._job.progress.units_before = self._job.progress.units
         self.rollback.take(with_copies=with_copies)
         self._is_fresh = True

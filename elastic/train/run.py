@@ -512,10 +512,13 @@ class Shutdown:
 
     def _save_end(self) -> None:
         """Save the last state, unless it is saved. Where the script counts passes over loaders, and
-        not run.epochs, the code after the last pass is part of it, on all ranks."""
+        not run.epochs, the code after the last pass is part of it, on all ranks. So is the code
+        after a loop that was left, as a part of the last step; this rank saves the boundary before
+        that step if it has to save alone, because others have not ended it."""
         strategy = self._session.strategy
         is_begun = self._checkpoints.has_begun(self._job.progress.step)
-        if not self._session.scope.passes and not is_begun:
+        is_left = self._session.progress.keeps_boundary
+        if not (self._session.scope.passes or is_begun or is_left):
             strategy.leave_end()
         self._checkpoints.flush(self._job, LAST_SAVE_S, before_alone=strategy.leave_end)
 
