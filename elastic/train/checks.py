@@ -943,6 +943,16 @@ def follows_its_loop() -> bool:
     return _follows_a_loop(tree_of(frame), frame.f_lineno)
 
 
+def is_where_batches_are_requested() -> bool:
+    """Whether the script's current statement is in the body of a loop that calls ``next()``, in
+    that body itself."""
+    frame = next(frames_of_script(sys._getframe(1)), None)
+    if frame is None or LIBRARIES in frame.f_code.co_filename:
+        return False
+    loop = _loop_around(tree_of(frame), frame.f_lineno)
+    return loop is not None and any(_is_call_of(node, "next") for node in _within(loop.body))
+
+
 @functools.lru_cache(maxsize=16)
 def _follows_a_loop(tree: ast.AST, line: int) -> bool:
     outer = _loop_around(tree, line)

@@ -1150,6 +1150,15 @@ class ElasticLoader:
         for readers in (self._readers, self._asked, self._starters, self._loggers):
             readers.clear()
 
+    def may_be_asked_for_a_pass(self, reader: tuple[Any, ...]) -> bool:
+        """Whether it is not known yet for what the script reads :attr:`index` at ``reader``."""
+        return reader not in self._starters | self._loggers
+
+    def index_is_reported(self, reader: tuple[Any, ...]) -> None:
+        """The script only reports the index at ``reader``: it reads it where it requests batches,
+        and not before a pass."""
+        self._loggers.add(reader)
+
     def index_is_read(self, reader: tuple[Any, ...], *, in_step: bool) -> bool:
         """The script reads :attr:`index` at ``reader``. If it does so again, and has requested no
         batch, its pass had no batch left, and this is the next one.

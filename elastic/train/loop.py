@@ -22,6 +22,7 @@ from elastic.torch_private import not_compiled
 from elastic.train.carried import needs_last_iteration
 from elastic.train.checks import (
     follows_its_loop,
+    is_where_batches_are_requested,
     refuse_break,
     refuse_break_after_commit,
     refuse_count_from_index,
@@ -1247,7 +1248,11 @@ def index(loop: StepLoop, loader: ElasticLoader) -> int:
     """
     if not loop.is_peek:
         loop.bootstrap.enter_loop()
-    is_of_next_pass = loader.index_is_read(_stack(), in_step=loop.holds(loader))
+    in_step, reader = loop.holds(loader), _stack()
+    is_reported = in_step and loader.may_be_asked_for_a_pass(reader)
+    if is_reported and is_where_batches_are_requested():
+        loader.index_is_reported(reader)
+    is_of_next_pass = loader.index_is_read(reader, in_step=in_step)
     loop.approach(loader)
     position = loader.position
     left = loop.current.left_step(loader)

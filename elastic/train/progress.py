@@ -423,8 +423,12 @@ class RankProgress:
         self._rollback = self._optimizer_watch.rollback = None
         self._is_fresh = False
 
-    def lose_state(self) -> None:
-        """Drop this rank's state, because a part of a state is useless in another world."""
+    def lose_state(self, *, is_saved: bool) -> None:
+        """Drop this rank's state, because a part of a state is useless in another world. Unless it
+        ``is_saved``, what is not sharded returns to the last boundary: a job of which nothing was
+        saved yet begins with it."""
+        if self._rollback is not None and not is_saved:
+            self._rollback.restore()
         self.tag = None
         self._rollback = self._optimizer_watch.rollback = None
         self._is_fresh = self.begun = False

@@ -205,7 +205,7 @@ class InProcess:
             )
         else:
             self._group.abort()  # before the buffers of its collectives are freed
-        self._progress.lose_state()
+        self._progress.lose_state(is_saved=is_complete)
         _clear_frames(error)
         self._job.retire_built()
 

@@ -151,6 +151,8 @@ class Units(Hook):
         job, progress = self._job, self._job.progress
         place = self._calls[name] if at is None else at
         self._loop.call_back_again()
+        # On its way to a boundary's place, the function may have initialised weights again.
+        self._progress.undo_before_place()
         self._lifecycle.synchronize()
         is_recorded = self._session.strategy.can_roll_back
         self._progress.replay_units()
