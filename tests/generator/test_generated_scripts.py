@@ -286,6 +286,31 @@ def test_a_rank_that_ends_alone_does_not_save_the_step_in_which_its_last_loop_wa
     assert " 11 steps committed" in verdict.died_at
 
 
+def test_interrupted_work_is_not_done_with_weights_that_the_function_initialises_again(
+    runner: Runner,
+) -> None:
+    names = ("between:once if it is due", "change:initialised in the training function")
+    line = 'run.state["least"] = min(norm, run.state["least"])'
+    parts = [BY_LABEL[name] for name in names]
+    verdict = runner.run(scenario_of(*parts, size=2, rank=0, line=line, execution=1))
+    assert not verdict.failed, verdict.describe()
+    assert " 2 steps committed" in verdict.died_at
+
+
+def test_what_interrupted_work_has_changed_is_undone_before_the_first_save(
+    runner: Runner,
+) -> None:
+    """With a model over the whole world, whose survivors load it from the nodes' memory."""
+    parts = [BY_LABEL["between:once before the loop"]]
+    line = 'run.state.setdefault("epoch", 0)'
+    parts.append(BY_LABEL["epochs:until a target of steps"])
+    scenario = scenario_of(*parts, size=3, rank=1, line=line, execution=1)
+    scenario = replace(scenario, script=replace(scenario.script, sharding=BUILD))
+    verdict = runner.run(scenario)
+    assert not verdict.failed, verdict.describe()
+    assert " 0 steps committed" in verdict.died_at
+
+
 def test_a_commit_after_an_accumulation_at_the_epochs_end_belongs_to_the_next_epoch(
     runner: Runner,
 ) -> None:

@@ -647,6 +647,17 @@ def test_the_index_of_a_step_that_has_not_ended_is_refused_for_another_loop() ->
         assert len(list(iter(script.loader))) == STEPS
 
 
+def test_an_index_that_a_loop_reports_in_its_step_is_not_refused_for_the_next_one() -> None:
+    with process() as run:
+        script = job(run)
+        batches = iter(script.loader)
+        for _ in range(script.loader.index, 1):
+            script.update(*next(batches))
+            assert script.loader.index == 0
+        iter(script.loader)
+        assert script.loader.index == 1
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_the_index_of_a_resumed_pass_is_known_before_it_begins(
     tmp_path: Path, counted: bool, caplog: pytest.LogCaptureFixture
