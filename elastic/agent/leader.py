@@ -553,7 +553,9 @@ class Leadership:
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.flaps.quarantined(now)
         view = self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
-        if entry.world and self._context.status.stepping_generation == entry.world.generation:
+        status = self._context.status
+        steps = entry.world and status.stepping_generation == entry.world.generation
+        if steps and status.steps_in_process:
             view = all_entered(view)
         return replace(
             view,

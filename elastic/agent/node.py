@@ -220,6 +220,7 @@ class NodeStatus:
         self.stop: Stop | None = None  # the job is to stop, until `elastic resume`
         self.step_rate: StepRate | None = None  # last reported by this node's workers
         self.stepping_generation = 0  # the newest world in which they have begun a step; 0: none
+        self.steps_in_process = False  # they need no restart to change from that one
         self.failure_step: int | None = None  # steps committed by the worker that failed
         self.stopping = False  # torchrun will restart the workers
         self.starts = 0  # of all workers, by torchrun; a death may be reported after the next one

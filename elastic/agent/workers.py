@@ -1044,6 +1044,7 @@ class Workers:
         is_stepping = heartbeat.phase == IN_STEP or heartbeat.step_time_s > 0
         if worker.local_rank == 0 and is_stepping and entered == heartbeat.generation:
             self._context.status.stepping_generation = heartbeat.generation
+            self._context.status.steps_in_process = worker.pid in self._known.ready
         # Without the duration of a step, the beginning of a later one cannot be predicted.
         if worker.local_rank == 0 and heartbeat.generation and heartbeat.step_time_s > 0:
             now = self._context.clock.monotonic()

@@ -485,8 +485,9 @@ def overdue_as_missing(view: View, now: float, policy: Policy) -> View:
 
 
 def all_entered(view: View) -> View:
-    """The view of a leader whose workers have begun a step in ``view.world``: so have those of all
-    members, although some keys do not say so yet. They may be late by seconds if etcd is distant.
+    """The view of a leader whose workers change worlds in process, and have begun a step in
+    ``view.world``: so have those of all members, although some keys do not say so yet. They may be
+    late by seconds if etcd is distant.
 
     Without this, the loss of a node would restart all workers, as those of a script that keeps
     none, and discard what they have trained.

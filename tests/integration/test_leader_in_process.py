@@ -30,7 +30,7 @@ from elastic.agent.roster import NodesEvent
 from elastic.agent.workers import LinkEvent
 from elastic.errors import SYSTEM_CLOCK, CoordinationError
 from elastic.hangs.page import StepDurations
-from elastic.link.link import StepReport
+from elastic.link.link import IN_STEP, Heartbeat, StepReport, Worker
 from elastic.membership.progress import decode_progress
 from elastic.membership.records import (
     Done,
@@ -209,10 +209,29 @@ def test_workers_that_have_trained_keep_their_processes_although_a_key_is_late(
     leader.ready().run(first)
     eventually(lambda: node_in(server, leader).state is NodeState.READY)
     eventually(lambda: all(n.is_connected() for n in nodes))
-    leader.status.stepping_generation = 1
+    leader.status.stepping_generation, leader.status.steps_in_process = 1, True
     victim.crash()
     world = generation(server, 2)
     assert (set(world.node_ids), world.mode) == ({leader.id, late.id}, "in-process")
+
+
+def test_a_death_restarts_all_members_at_once_if_their_workers_keep_no_process(
+    server: MemoryServer, start: Start
+) -> None:
+    """Those of a script without run.retry report their steps, too."""
+    options = replace(OPTIONS, last_call_s=1.0)
+    nodes = [start(options=options) for _ in range(3)]
+    generation(server, 1)
+    for node in nodes:
+        node.enter()
+    nodes.sort(key=lambda n: n.id != eventually(lambda: leader_in(server)))
+    leader, _, victim = nodes
+    step = Heartbeat(generation=1, step=5, phase=IN_STEP, step_time_s=0.1)
+    leader.context.post(LinkEvent(Worker(pid=1 << 22, local_rank=0, token=1), step))
+    eventually(lambda: leader.status.stepping_generation == 1)
+    victim.workers_die(1)
+    world = generation(server, 2)
+    assert (set(world.node_ids), world.mode) == ({n.id for n in nodes}, "restart")
 
 
 def test_two_reports_of_one_failure_form_one_world(server: MemoryServer, start: Start) -> None:
