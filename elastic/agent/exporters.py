@@ -347,7 +347,7 @@ def metrics_of(
     is_read = otlp.is_wanted(env) or is_scraped or bridge.is_configured
     metrics = NodeMetrics(
         SYSTEM_CLOCK,
-        collects_worker_events=options.mode == "in-process" and is_read,
+        collects_worker_events=is_read,
         listener=bridge.on_event,
     )
     journal.listen(metrics.on_event)

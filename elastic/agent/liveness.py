@@ -50,7 +50,7 @@ class NodeHeartbeat:
 
     generation: _Count  # the newest in which a worker has begun a step; 0: none, or unknown
     step: _Count | None  # committed; None: unknown
-    has_joined: bool | None = False  # a worker called elastic.join(); None: unknown to the agent
+    has_joined: bool = False  # a worker called elastic.join()
 
     def encode(self) -> bytes:
         """Encode as a frame's payload."""

@@ -212,7 +212,7 @@ class IsolationDetector:
     def __init__(
         self,
         context: NodeContext,
-        workers: Workers | None,
+        workers: Workers,
         last_contact_s: Callable[[], float] | None,
     ) -> None:
         self._context = context
@@ -258,7 +258,7 @@ class IsolationDetector:
         takeover_s = self._context.options.takeover_s
         if now - self._last_contact_s() <= takeover_s / 2 or now - self._thawed_s <= FROZEN_S:
             return
-        if self._workers is None or not status.node.in_process:
+        if not status.node.in_process:
             self._stop(now)
             return
         self._gone_by_s = now + takeover_s / 4
@@ -313,7 +313,7 @@ class PermittedWorkers(Protocol):
 class Permission:
     """Renewed on every iteration of the node's thread."""
 
-    def __init__(self, context: NodeContext, workers: PermittedWorkers | None) -> None:
+    def __init__(self, context: NodeContext, workers: PermittedWorkers) -> None:
         self._context = context
         self._workers = workers
         self._granted_until_s = -math.inf
@@ -328,10 +328,8 @@ class Permission:
         if until_s < self._granted_until_s + takeover_s / _RENEWALS:
             return
         self._granted_until_s = until_s
-        if self._workers is not None:
-            self._workers.permit(until_s)
-        obey = self._workers is not None and self._workers.are_all_connected
-        self.on_permission(math.inf if obey else until_s)
+        self._workers.permit(until_s)
+        self.on_permission(math.inf if self._workers.are_all_connected else until_s)
 
     def _is_excluded(self) -> bool:
         """Whether the job continues without this node, or has ended."""
@@ -621,16 +619,15 @@ class NodeLoop:
         self.supervisor = WorkerSupervisor(self._context, oom_kills, metrics)
         self.registration = Registration(self._context, self.supervisor.register_again)
         self._replica_wait = ReplicaWait(self._context)
-        self.isolation = IsolationDetector(self._context, self.supervisor.workers, last_contact_s)
-        self.permission = Permission(self._context, self.supervisor.workers)
-        self._unannounced_leave = None
-        if (workers := self.supervisor.workers) is not None:
-            self._unannounced_leave = UnannouncedLeave(
-                self._context,
-                lambda: workers.announced.current,
-                workers.announced.ask_to_leave,
-                lambda: self.isolation.watch_is_cut or bool(status.store_problem),
-            )
+        workers = self.supervisor.workers
+        self.isolation = IsolationDetector(self._context, workers, last_contact_s)
+        self.permission = Permission(self._context, workers)
+        self._unannounced_leave = UnannouncedLeave(
+            self._context,
+            lambda: workers.announced.current,
+            workers.announced.ask_to_leave,
+            lambda: self.isolation.watch_is_cut or bool(status.store_problem),
+        )
         self._progress = ProgressWriter(
             self._context,
             lambda: self.registration.current_lease if self.succession.term else None,
@@ -733,8 +730,7 @@ class NodeLoop:
         self.permission.renew(self.registration.current_lease)
         self._heartbeats.send_if_due(self.supervisor.heartbeat, self.liveness.report)
         self.isolation.check()
-        if self._unannounced_leave is not None:
-            self._unannounced_leave.check()
+        self._unannounced_leave.check()
         self.supervisor.check()
 
     def _guarded(self, work: Callable[[], None]) -> bool:
@@ -938,7 +934,7 @@ class WorldWait:
 
     def _is_to_be_joined(self, world: WorldRecord) -> bool:
         """Whether the members keep their workers, so that ours warm up and join them."""
-        if self._status.node.node_id in world.node_ids or not self._loop.supervisor.link_path:
+        if self._status.node.node_id in world.node_ids or self._options.mode != IN_PROCESS:
             return False
         return world.mode == IN_PROCESS or self._members_keep_workers(world)
 

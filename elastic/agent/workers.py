@@ -782,9 +782,32 @@ class WorkerDeaths:
         )
 
     def on_unkillable(self, pid: int, reason: str) -> None:
-        """A killed worker is blocked in the kernel."""
+        """A killed worker is blocked in the kernel: it makes no more progress, but its end, for
+        which torchrun waits, may never come.
+
+        The state excludes the node from worlds, also from those that restart all workers. Once the
+        process has ended, torchrun restarts the workers, and the node arrives again.
+        """
+        status, generation = self._context.status, self._announced.last_generation
+        if status.node.state in (NodeState.FAILED, NodeState.FINISHED):
+            return
         hung = self._known.hung.get(pid, f"a worker (pid {pid}) was ended by SIGKILL")
-        publish_unkillable(self._context, f"{hung}; {reason}", self._announced.last_generation)
+        failure = f"{hung}; {reason}"
+        publish_change(
+            self._context,
+            lambda n: replace(
+                n,
+                state=NodeState.FAILED,
+                in_process=False,
+                running=None,
+                replica_start="",
+                replica=(),
+                arrived_for=generation,
+                failure=f"{HANG}{failure}",
+                failure_exit_code=HUNG_EXIT_CODE,
+            ),
+        )
+        self._context.journal.emit(Waiting(reason=f"{status.node.name} waits: {failure}"))
 
     def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
         """Replace a replacement that was killed before it had connected to the link."""
@@ -861,33 +884,6 @@ class WorkerDeaths:
             self._context.status.to_replace.add(worker.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
-
-
-def publish_unkillable(context: NodeContext, failure: str, generation: int) -> None:
-    """Publish that this node has failed although a killed worker still exists, blocked in the
-    kernel: it makes no more progress, but its end, for which torchrun waits, may never come.
-
-    The state excludes the node from worlds, also from those that restart all workers. Once the
-    process has ended, torchrun restarts the workers, and the node arrives again.
-    """
-    status = context.status
-    if status.node.state in (NodeState.FAILED, NodeState.FINISHED):
-        return
-    publish_change(
-        context,
-        lambda n: replace(
-            n,
-            state=NodeState.FAILED,
-            in_process=False,
-            running=None,
-            replica_start="",
-            replica=(),
-            arrived_for=generation,
-            failure=f"{HANG}{failure}",
-            failure_exit_code=HUNG_EXIT_CODE,
-        ),
-    )
-    context.journal.emit(Waiting(reason=f"{status.node.name} waits: {failure}"))
 
 
 def describe_death(worker: Worker, death: WorkerDeath) -> str:
@@ -1162,8 +1158,7 @@ class Workers:
 # ----------------------------------------------------------------------------
 # The interface between the node's thread and the parts that follow its workers.
 #
-# In restart mode there are no links to workers, and hang detection may be off: missing parts are
-# handled here, so that callers need not check.
+# Hang detection may be off: that is handled here, so that callers need not check.
 
 
 class WorkerSupervisor:
@@ -1176,17 +1171,15 @@ class WorkerSupervisor:
         metrics: NodeMetrics | None = None,
     ) -> None:
         self._context = context
-        options = context.options
-        in_process = options.mode == "in-process"
         self._keys = context.keys
-        self.workers = Workers(context, oom_kills, metrics) if in_process else None
-        self._hangs = Hangs(context) if options.hang_detection != "off" else None
+        self.workers = Workers(context, oom_kills, metrics)
+        self._hangs = Hangs(context) if context.options.hang_detection != "off" else None
         self._step_times = StepTimesReport(context)
 
     @property
     def link_path(self) -> str:
-        """The path of the workers' link; empty in restart mode."""
-        return self.workers.server.path if self.workers is not None else ""
+        """The path of the workers' link."""
+        return self.workers.server.path
 
     @property
     def checkpoint_step(self) -> int | None:
@@ -1205,13 +1198,12 @@ class WorkerSupervisor:
         return NodeHeartbeat(
             generation=status.stepping_generation,
             step=status.step_rate.step if status.step_rate is not None else None,
-            has_joined=status.workers_joined if self.workers is not None else None,
+            has_joined=status.workers_joined,
         )
 
     def write_link_key(self) -> None:
         """Workers are about to start. From any thread."""
-        if self.workers is not None:
-            self.workers.server.keep_key()
+        self.workers.server.keep_key()
 
     def supervise(self, workers: Iterable[Supervised]) -> None:
         """The processes that torchrun supervises. From its thread."""
@@ -1219,21 +1211,18 @@ class WorkerSupervisor:
             self._hangs.watch.supervise(tuple(workers))
 
     def start(self) -> None:
-        if self.workers is not None:
-            self.workers.server.start()
+        self.workers.server.start()
         if self._hangs is not None:
             self._hangs.watch.start()
 
     def close(self) -> None:
         if self._hangs is not None:
             self._hangs.watch.close()
-        if self.workers is not None:
-            self.workers.server.close()
+        self.workers.server.close()
 
     def check(self) -> None:
         """Called on every iteration of the node's thread."""
-        if self.workers is not None:
-            self.workers.readiness.check()
+        self.workers.readiness.check()
 
     def handle(self, message: object) -> None:
         """A message of a worker, or of one of the threads that watch workers."""
@@ -1244,31 +1233,23 @@ class WorkerSupervisor:
                 self._step_times.on_ended(worker.pid)
                 if self._hangs is not None:
                     self._hangs.watch.remove(worker.pid)
-                if self.workers is not None:
-                    self.workers.on_ended(worker, death)
+                self.workers.on_ended(worker, death)
             case ReplacementEnded():
-                if self.workers is not None:
-                    self.workers.on_ended_unconnected(message)
+                self.workers.on_ended_unconnected(message)
             case RanksAreQuiet():
                 if self._hangs is not None:
                     self._hangs.on_quiet(message)
-                if message.ranks and self.workers is not None:
+                if message.ranks:
                     self.workers.server.send(FlightAsk())
             case StacksTaken():
                 if self._hangs is not None:
                     self._hangs.on_stacks_taken(message)
             case WorkerHung(pid, reason):
-                if self.workers is not None:
-                    self.workers.is_hung(pid, reason)
+                self.workers.is_hung(pid, reason)
             case WorkerUnkillable(pid, reason):
-                if self.workers is not None:
-                    self.workers.deaths.on_unkillable(pid, reason)
-                elif (running := self._context.status.node.running) is not None:
-                    failure = f"a worker (pid {pid}) was ended by SIGKILL; {reason}"
-                    publish_unkillable(self._context, failure, running.generation)
+                self.workers.deaths.on_unkillable(pid, reason)
             case WorldHung(generation, reason):
-                if self.workers is not None:
-                    self.workers.world_is_hung(generation, reason)
+                self.workers.world_is_hung(generation, reason)
 
     def _on_link_event(self, event: LinkEvent) -> None:
         worker = event.worker
@@ -1282,12 +1263,11 @@ class WorkerSupervisor:
             case StepReport(times=times):
                 self._step_times.on_report(worker.pid, worker.local_rank, times)
             case message:
-                if self.workers is not None:
-                    self.workers.on_message(worker, message)
+                self.workers.on_message(worker, message)
 
     def on_entry(self, entry: Entry) -> None:
         """A record of the store: one that belongs to the response to a hang, or any other."""
-        if entry.key == self._keys.profile and self.workers is not None:
+        if entry.key == self._keys.profile:
             profile = decode(Profile, entry.key, entry.value)
             self.workers.server.send(ProfileSteps(profile.steps, profile.ranks))
         if self._hangs is None:
@@ -1300,32 +1280,28 @@ class WorkerSupervisor:
     def announce(self, world: WorldRecord | None) -> None:
         """Announce the world of the job to the workers, unless they know it. After every
         message."""
-        if self.workers is not None:
-            self.workers.announced.announce(world)
-            if self._hangs is not None:
-                self._hangs.watch_world(self.workers.announced.current)
+        self.workers.announced.announce(world)
+        if self._hangs is not None:
+            self._hangs.watch_world(self.workers.announced.current)
 
     def look_for_replica(self, now: float) -> float:
         """Find the nodes of this node's replica if its workers wait for them; returns the time of
         the next call. Raises CoordinationError."""
-        return self.workers.replicas.look(now) if self.workers is not None else math.inf
+        return self.workers.replicas.look(now)
 
     def forget_workers(self) -> None:
         """torchrun is about to restart them."""
-        if self.workers is not None:
-            self.workers.forget()
+        self.workers.forget()
 
     def register_again(self) -> None:
         """The lease is new: keys of the old one are deleted."""
-        if self.workers is not None:
-            self.workers.reporter.register_again()
+        self.workers.reporter.register_again()
         if self._hangs is not None:
             self._hangs.register_again()
 
     def publish(self, lease: Lease) -> None:
         """Write changes to the store. Raises :class:`CoordinationError`."""
-        if self.workers is not None:
-            self.workers.reporter.publish(lease)
+        self.workers.reporter.publish(lease)
         if self._hangs is not None:
             self._hangs.publish(lease)
         self._step_times.publish(lease)

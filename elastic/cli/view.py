@@ -104,7 +104,7 @@ class HeartbeatView:
     step: int | None = None  # last step reported by its workers
     is_late: bool = False
     generation: int = 0  # the newest in which its workers have begun a step; 0: none or unknown
-    has_joined: bool | None = False  # a worker has called elastic.join(); None: agents cannot know
+    has_joined: bool = False  # a worker has called elastic.join()
 
     def __str__(self) -> str:
         if self.age_s is None:
@@ -227,8 +227,7 @@ class JobView:
         """Whether a member's workers have begun a step in their world.
 
         Workers that change worlds without a restart continue with a step; others count once
-        they report one. Scripts without elastic.join() never report steps, nor do any with
-        ``mode=restart``.
+        they report one. Scripts without elastic.join() never report steps.
         """
         if node.running is None:
             return False
@@ -239,7 +238,7 @@ class JobView:
         if not is_restarted or self.is_progress_hidden or self.leader is None:
             return True
         heartbeat = self.heartbeat_of(node)
-        if heartbeat.has_joined is None or heartbeat.generation >= node.running.generation:
+        if heartbeat.generation >= node.running.generation:
             return True
         return not heartbeat.has_joined and self._ran_s(world) > SILENT_SCRIPT_S
 
@@ -607,7 +606,7 @@ def _starting(view: JobView, world: WorldRecord) -> str:
             f"{_count(members, 'node')} have entered it ({printable(world.reason)})"
         )
     steps = [node for node in view.inside if node not in view.training]
-    importing = [n for n in steps if view.heartbeat_of(n).has_joined is False]
+    importing = [n for n in steps if not view.heartbeat_of(n).has_joined]
     what = "have not called elastic.join() yet" if importing else "have not begun a step yet"
     return (
         f"starting generation {world.generation} with {members} of {world.max_nodes} nodes: "

@@ -85,6 +85,7 @@ from elastic.telemetry.runs import (
     kept_output,
     while_it_runs,
 )
+from elastic.tuning.environment import MODE
 from elastic.tuning.intervals import (
     FINISH_WITHOUT_STORE_S,
     PEER_SILENCE,
@@ -711,7 +712,8 @@ class Launch:
             "ELASTIC_ENDING": str(self._ending),
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
             "ELASTIC_RUN_INSTANCE": secret.key(INSTANCE).text[:22],
-            "ELASTIC_LINK": self.service.supervisor.link_path or None,
+            "ELASTIC_LINK": self.service.supervisor.link_path,
+            MODE: options.mode,
             "ELASTIC_PREFLIGHT_PASSED": "1" if options.preflight else None,
             "ELASTIC_COLLECTIVE_TIMEOUT_S": f"{options.collective_timeout_s:g}",
             PEER_SILENCE: f"{peer_silence_s(options.lease_s):g}",
@@ -817,8 +819,7 @@ class Launch:
     def look_at_workers(self, supervision: Supervision | None) -> None:
         """Called with every poll of torch's agent while all workers run."""
         self._bridge.flush()
-        if self.service.supervisor.link_path:
-            self._replacement.look(supervision)
+        self._replacement.look(supervision)
         if supervision is not None:
             self.service.supervisor.supervise(
                 Supervised(worker.process.pid, worker.local_rank, worker.error_file)

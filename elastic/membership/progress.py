@@ -25,7 +25,7 @@ class RecordedHeartbeat:
     generation: int  # the newest in which its workers have begun a step; 0: none, or not known
     step: int | None  # committed, as its workers reported; None: not known
     heard_at_s: float  # wall clock of the leader
-    has_joined: bool | None = False  # a worker has called elastic.join(); None: unknown to agents
+    has_joined: bool = False  # a worker has called elastic.join()
 
 
 @dataclass(frozen=True, kw_only=True)

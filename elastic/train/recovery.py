@@ -499,7 +499,7 @@ class Restart:
         self._lifecycle.formed(world)
         if self._worlds is not None:
             self._worlds.formed(world.generation)
-            if not self._has_warned_of_foreign_group:
+            if self._worlds.in_process and not self._has_warned_of_foreign_group:
                 _warn_without_retry(world)
 
     def restore(self) -> None:
@@ -595,7 +595,8 @@ def _warn_without_retry(world: World) -> None:
 
 
 class Bootstrap:
-    """Enters worlds and restores state. One per process. ``in_process``: None without an agent."""
+    """Enters worlds and restores state. One per process. ``in_process``: None without an
+    agent that announces worlds to workers that keep their processes."""
 
     def __init__(self, session: Session, in_process: InProcess | None) -> None:
         self._session = session

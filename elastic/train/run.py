@@ -85,6 +85,7 @@ from elastic.train.step import OwnBatch, Step, counts_values
 from elastic.train.sums import Sums
 from elastic.train.transfer import gather
 from elastic.train.units import At, Units
+from elastic.tuning.environment import MODE, RESTART
 from elastic.tuning.intervals import (
     REPLICA_RENDEZVOUS_S,
     SHARE_S,
@@ -622,7 +623,8 @@ def assemble(
         worlds.on_profile = lambda request: profiler.request(
             ProfileRequest(request.steps, ranks=request.ranks)
         )
-        in_process = InProcess(session, worlds, timer, early_leave)
+        if worlds.in_process:
+            in_process = InProcess(session, worlds, timer, early_leave)
         failure.notify = worlds.fail
     bootstrap = Bootstrap(session, in_process)
     loop = StepLoop(session, bootstrap, early_leave, changes.copies)
@@ -659,7 +661,7 @@ def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
     if replica.mesh.size == 1:
         replica.form()
         return
-    if worlds is None:
+    if worlds is None or not worlds.in_process:
         raise ConfigError(
             f"elastic.join(mesh=…) with replicas of {replica.mesh.size} ranks (mesh "
             f"{replica.mesh}) needs an agent in in-process mode",
@@ -687,6 +689,7 @@ def _connect(
         abort=group.abort,
         position=position,
         current_step=lambda: current.first_number,
+        in_process=os.environ.get(MODE) != RESTART,
     )
     worlds.connect(link, local_rank=number_on_node(os.environ))
     return worlds
@@ -1555,5 +1558,6 @@ def _creates_groups(parts: Components) -> bool:
     """Whether torch's default group is that of a world, created here. Under a launcher that cannot
     change worlds in process, the script may create it, and in a mesh it is the replica's."""
     session = parts.session
-    is_in_process = session.worlds is not None or not is_launched()
+    has_agent = session.worlds is not None and session.worlds.in_process
+    is_in_process = has_agent or not is_launched()
     return is_in_process and not session.lifecycle.replica.mesh and not session.group.is_foreign

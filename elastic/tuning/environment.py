@@ -20,6 +20,10 @@ from elastic.tuning.network import (
     source_address,
 )
 
+# The agent's mode, for its workers (``options.MODES``). Absent: in-process.
+MODE = "ELASTIC_MODE"
+RESTART = "restart"
+
 # ----------------------------------------------------------------------------
 # Whether the memory use of a node fits its limit (``ELASTIC_MEMORY_LIMIT_BYTES``).
 #

@@ -243,12 +243,6 @@ class AgentOptions:
                 f"{MIN_STRAGGLER_FACTOR:g} on: it is a multiple of the others' time per sample",
                 hint=intervals.where_to_set("straggler_factor"),
             )
-        if self.straggler_action == "exclude" and self.mode == "restart":
-            raise ConfigError(
-                "straggler_action=exclude and mode=restart are incompatible: the times of steps "
-                "are known only where workers keep a link to their agent",
-                hint="use mode=in-process, or straggler_action=report",
-            )
 
     def _check_store_credentials(self) -> None:
         for one, other in (("cert", "key"), ("key", "cert"), ("user", "password_file")):

@@ -213,7 +213,8 @@ class ToAgent(Protocol):
 
 
 class Worlds:
-    """One per worker process whose agent offers a link (``ELASTIC_LINK``)."""
+    """One per worker process whose agent offers a link (``ELASTIC_LINK``). ``in_process``: whether
+    that agent announces worlds to workers that keep their processes, or restarts them."""
 
     def __init__(
         self,
@@ -221,8 +222,10 @@ class Worlds:
         abort: Callable[[], None],
         position: Callable[[], Heartbeat],
         current_step: Callable[[], int | None],
+        in_process: bool = True,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self.in_process = in_process
         self._abort = abort
         self._position = position
         self._current_step = current_step

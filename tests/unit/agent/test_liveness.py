@@ -187,7 +187,7 @@ def test_the_liveness_thread_does_not_resolve_names(
 def test_a_followers_heartbeat_reaches_the_leader(leader: Agent, follower: Agent) -> None:
     beats = [
         NodeHeartbeat(generation=7, step=52, has_joined=True),
-        NodeHeartbeat(generation=0, step=None, has_joined=None),
+        NodeHeartbeat(generation=0, step=None, has_joined=False),
     ]
     follower.server.report(beats[0].encode())  # dropped, as it follows no leader yet
     follower.server.follow("leader", "127.0.0.1", leader.server.port)

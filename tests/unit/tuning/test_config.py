@@ -103,10 +103,6 @@ def test_worker_variables_are_not_options() -> None:
         ({"hang_detection": "maybe"}, "not one of on, report, off"),
         ({"hang_timeout_s": "0.1"}, "hang_timeout_s=0.1 and MIN_HANG_TIMEOUT_S=0.5"),
         ({"straggler_action": "kill"}, "straggler_action=kill is not one of report, exclude, off"),
-        (
-            {"straggler_action": "exclude", "mode": "restart"},
-            "exclude and mode=restart are incompatible",
-        ),
         ({"straggler_factor": "1"}, "straggler_factor=1 is not a number from 1.05 on"),
         ({"straggler_factor": "nan"}, "straggler_factor=nan is not a number from 1.05 on"),
         ({"straggler_factor": "inf"}, "straggler_factor=inf is not a number from 1.05 on"),
