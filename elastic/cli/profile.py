@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from elastic.cli.arguments import CommandParser, add_job_arguments
 from elastic.cli.view import job_store, keys_of
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, JobFailed
-from elastic.membership.records import Done, Keys, Node, Profile, WorldRecord, decode, encode
+from elastic.membership.progress import decode_progress
+from elastic.membership.records import Done, Keys, Profile, WorldRecord, decode, encode
 from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.log import printable
 
@@ -95,13 +96,14 @@ def request_profile(
 
 
 def _warning(store: KeyValue, keys: Keys) -> str:
-    """A warning if no agent has a link to its workers: the request would fail silently."""
-    entries = store.list(keys.nodes).entries
-    if any(decode(Node, entry.key, entry.value).in_process for entry in entries):
+    """A warning if no worker has a link to its agent: the request would fail silently."""
+    entry = store.get(keys.progress)
+    heartbeats = decode_progress(entry.key, entry.value).heartbeats if entry is not None else ()
+    if any(heartbeat.has_joined for heartbeat in heartbeats):
         return ""
     return (
-        "\nno node has reported workers that change worlds in process. In mode=restart, and in "
-        "scripts without elastic.join(), the request has no effect: call run.profile(steps=...)"
+        "\nno node has reported a worker that has called elastic.join(): in scripts that do not, "
+        "the request has no effect"
     )
 
 
@@ -123,7 +125,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     own = CommandParser(
         prog="elastic profile",
         description="Record torch.profiler traces of a running job's next steps, one file per "
-        "rank. Needs scripts that call elastic.join(), and agents that are not in mode=restart.",
+        "rank. Needs scripts that call elastic.join().",
         epilog="exit codes: 0 requested; 1 the job has ended; 2 usage, or the job is not training; "
         "69 etcd unreachable, or access denied",
     )

@@ -178,7 +178,7 @@ class Commits:
         self._compare_orders(last)
         self._compare_replicas(last)
         self._call_back(last, len(self._callbacks))
-        self._session.strategy.committed()
+        self._session.committed()
 
     def _note_in_ledger(self, step: Step) -> None:
         if self._ledger.is_on:

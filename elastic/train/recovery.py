@@ -27,7 +27,6 @@ from elastic.telemetry.log import get_logger
 from elastic.train.checkpointing import Peers, leaving_s
 from elastic.train.early_leave import EarlyLeave
 from elastic.train.order import StepFlags
-from elastic.train.progress import StepTimer
 from elastic.train.rebuilding import AGAIN
 from elastic.train.session import Session
 from elastic.train.step import Step
@@ -61,7 +60,6 @@ class InProcess:
         self,
         session: Session,
         worlds: Worlds,
-        timer: StepTimer,
         early_leave: EarlyLeave,
     ) -> None:
         self._replica = session.lifecycle.replica
@@ -73,7 +71,7 @@ class InProcess:
         self._group = session.group
         self._lifecycle = session.lifecycle
         self._checkpoints = session.checkpoints
-        self._timer = timer
+        self._timer = session.timer
         self._hooks = session.hooks
         self._journal = session.journal
         self._early_leave = early_leave
@@ -131,13 +129,6 @@ class InProcess:
             return False, False
         following = self._answers_for = self._current.announced_for = step.number + 1
         return self._worlds.is_due(following), self._worlds.is_superseded()
-
-    def committed(self) -> None:
-        """Measure the step's time, and report a slow step immediately: the switch step of a planned
-        world is computed from the last report, which would otherwise be one step old."""
-        self._timer.committed(self._job.progress.step)
-        if self._timer.is_slow:
-            self._worlds.report_position()
 
     def at_boundary(self, received: StepFlags | None) -> None:
         """Do nothing: the agent announces a world without the leaving node."""
@@ -537,9 +528,6 @@ class Restart:
 
     def before_step(self, step: Step) -> None:
         """Do nothing: torchrun ends this process when the world changes."""
-
-    def committed(self) -> None:
-        """Do nothing: no world is planned."""
 
     def at_boundary(self, received: StepFlags | None) -> None:
         """Exit if this process was asked to leave and will not be restarted.

@@ -598,6 +598,7 @@ def assemble(
         registry=registry,
         current=current,
         progress=RankProgress(job, registry.optimizer_watch, current),
+        timer=timer,
         scope=scope,
         callbacks=StepCallbacks(),
         listeners=listeners,
@@ -624,7 +625,7 @@ def assemble(
             ProfileRequest(request.steps, ranks=request.ranks)
         )
         if worlds.in_process:
-            in_process = InProcess(session, worlds, timer, early_leave)
+            in_process = InProcess(session, worlds, early_leave)
         failure.notify = worlds.fail
     bootstrap = Bootstrap(session, in_process)
     loop = StepLoop(session, bootstrap, early_leave, changes.copies)

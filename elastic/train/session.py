@@ -19,7 +19,7 @@ from elastic.train.hooks import Hooks
 from elastic.train.lifecycle import Lifecycle
 from elastic.train.optimizers import OptimizerWatch, Registry
 from elastic.train.order import StepFlags
-from elastic.train.progress import RankProgress
+from elastic.train.progress import RankProgress, StepTimer
 from elastic.train.state import JobState
 from elastic.train.step import Step
 from elastic.worker.worlds import Worlds
@@ -77,9 +77,6 @@ class RecoveryStrategy(Protocol):
 
     def before_step(self, step: Step) -> None:
         """Raise WorldChanged if another world must be entered before ``step``."""
-
-    def committed(self) -> None:
-        """Called after each committed step."""
 
     def at_boundary(self, received: StepFlags | None) -> None:
         """Called between two steps, with the control flags of all ranks. Does not return if the
@@ -170,6 +167,7 @@ class Session:
     registry: Registry  # the objects that the script has registered
     current: CurrentStep  # the step that has begun
     progress: RankProgress  # the commit to which the weights belong
+    timer: StepTimer  # how long steps take
     scope: Scope
     callbacks: StepCallbacks
     listeners: Listeners  # to worlds
@@ -194,6 +192,13 @@ class Session:
     def optimizer_watch(self) -> OptimizerWatch:
         """The watch on registered optimizers."""
         return self.registry.optimizer_watch
+
+    def committed(self) -> None:
+        """Measure the step's time, and report a slow step immediately: the switch step of a planned
+        world is computed from the last report, which would otherwise be one step old."""
+        self.timer.committed(self.job.progress.step)
+        if self.timer.is_slow and self.worlds is not None:
+            self.worlds.report_position()
 
     def in_training(self, is_in_training: bool) -> None:
         """The script's training begins, or has ended: the agent judges this process's end by it."""

@@ -66,16 +66,13 @@ def trains(job: TrainingJob, nodes: int) -> JobView | None:
     return view if is_whole else None
 
 
-def hears(job: TrainingJob, nodes: int, mode: str) -> bool:
-    """Whether the leader has recent heartbeats of this number of nodes, with their steps if agents
-    know them.
-    """
+def hears(job: TrainingJob, nodes: int) -> bool:
+    """Whether the leader has recent heartbeats of this number of nodes, with their steps."""
     view = status(job)
     heartbeat = [view.heartbeat_of(node) for node in view.nodes]
     is_heard = all(sign.age_s is not None and not sign.is_late for sign in heartbeat)
-    # Agents in restart mode have no link to their workers.
     knows_steps = all((sign.step or 0) > 10 for sign in heartbeat) and view.eta_s is not None
-    return len(heartbeat) == nodes and is_heard and (knows_steps or mode == "restart")
+    return len(heartbeat) == nodes and is_heard and knows_steps
 
 
 def assert_a_recovery_prints_three_lines(
@@ -168,7 +165,7 @@ def wait_metric(
     job.wait_for(is_there, PATIENCE_S, f"{name} of {node}")
 
 
-def check_metrics_before(job: TrainingJob, mode: str) -> None:
+def check_metrics_before(job: TrainingJob) -> None:
     """Agents are scraped, and workers report without a restart in between."""
     names = ("node0", "node1", "node2")
     assert sum(metric(job, node, "elastic_leader") or 0 for node in names) == 1
@@ -177,9 +174,6 @@ def check_metrics_before(job: TrainingJob, mode: str) -> None:
         wait_metric(job, node, "elastic_world_nodes", (3.0).__eq__)
         wait_metric(job, node, "elastic_etcd_up", (1.0).__eq__)
         wait_metric(job, node, "elastic_etcd_request_seconds_count", bool, operation="put")
-        if mode == "restart":  # agents have no link to their workers
-            assert metric(job, node, "elastic_steps_committed_total") is None
-            continue
         wait_metric(job, node, "elastic_steps_committed_total", bool)
         wait_metric(job, node, "elastic_step_seconds_sum", WORKLOAD.step_s.__le__)
 
@@ -298,24 +292,22 @@ def test_goodput_accounts_for_all_time_of_a_run_with_kills(
         waiting = exits.enter_context(waiting_for_the_end(job, tmp_path / "waiting"))
         view = job.wait_for(lambda: trains(job, 3), PATIENCE_S, "status of three nodes")
         assert sentence(view).startswith(f"training in generation {generation} with 3 of 3 nodes")
-        check_metrics_before(job, mode)
+        check_metrics_before(job)
         if mode == "in-process":
             check_collector(job, collected)
         said = subprocess.check_output(elastic(job, "profile", "--steps=2"), text=True)
-        if mode == "in-process":  # agents in restart mode have no link to their workers
-            job.wait_for(lambda: len(traces(tmp_path)) == 3, PATIENCE_S, "three traces")
+        job.wait_for(lambda: len(traces(tmp_path)) == 3, PATIENCE_S, "three traces")
         assert said.startswith(
             f"requested traces of the next 2 steps from 3 ranks of generation {generation}:"
         )
-        assert ("the request has no effect" in said) == (mode == "restart")
+        assert "the request has no effect" not in said
         killed = datetime.now(timezone.utc)
         nodes[2].kill()
         job.wait_training(nodes=2, after_generation=generation)
         view = job.wait_for(lambda: trains(job, 2), PATIENCE_S, "status of two nodes")
         assert "; node2 was lost " in sentence(view)
-        if mode == "in-process":  # agents in restart mode have no link to their workers
-            job.wait_for(lambda: (status(job).step or 0) > 10 or None, PATIENCE_S, "the step")
-        job.wait_for(lambda: hears(job, 2, mode) or None, PATIENCE_S, "heartbeats of two nodes")
+        job.wait_for(lambda: (status(job).step or 0) > 10 or None, PATIENCE_S, "the step")
+        job.wait_for(lambda: hears(job, 2) or None, PATIENCE_S, "heartbeats of two nodes")
         job.wait_progress(5)
         check_metrics_after(job, mode, generation)
         if mode == "in-process":
@@ -340,10 +332,9 @@ def test_goodput_accounts_for_all_time_of_a_run_with_kills(
     journal = merge(*read_folder(tmp_path / "journal"))
     found = goodput_of_run(run_of(journal))
     assert found.run_id == job.run_id
-    if mode == "in-process":
-        assert {name.partition("-rank")[2] for name in traces(tmp_path)} == {
-            f"{rank}.pt.trace.json" for rank in range(3)
-        }
+    assert {name.partition("-rank")[2] for name in traces(tmp_path)} == {
+        f"{rank}.pt.trace.json" for rank in range(3)
+    }
     # The total is the wall time of the job, and the parts add up to it: for the run and each node.
     assert began_s <= found.start_s < found.end_s <= ended_s + 0.1
     assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=0.01)

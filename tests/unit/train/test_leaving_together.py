@@ -37,7 +37,6 @@ class Rank:
             cast(Any, self._session()),
             self.worlds,
             cast(Any, None),
-            cast(Any, None),
         )
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
         self.worlds.receive(assignment(1))
@@ -46,7 +45,7 @@ class Rank:
         self.current.begin(Step.past(4, 0, 4, 1), None)
 
     def _session(self) -> SimpleNamespace:
-        others = ("job", "progress", "scope", "checkpoints", "hooks", "journal")
+        others = ("job", "progress", "scope", "checkpoints", "hooks", "journal", "timer")
         return SimpleNamespace(
             current=self.current,
             group=SimpleNamespace(device=torch.device("cpu")),

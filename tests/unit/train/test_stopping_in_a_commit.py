@@ -26,7 +26,6 @@ class Rank:
         registry.job.track("tracked", SimpleNamespace(state_dict=dict, load_state_dict=lambda _: 0))
         active = SimpleNamespace(
             can_roll_back=True,
-            committed=lambda: self.ask("committed"),
         )
         lifecycle = SimpleNamespace(
             is_changing=False,
@@ -38,6 +37,9 @@ class Rank:
             registry=registry,
             current=current,
             progress=RankProgress(registry.job, registry.optimizer_watch, current),
+            timer=cast(
+                Any, SimpleNamespace(committed=lambda _: self.ask("committed"), is_slow=False)
+            ),
             scope=Scope(),
             callbacks=StepCallbacks(),
             listeners=Listeners(),
