@@ -301,10 +301,25 @@ def _report(
         nodes=incident.nodes,
         step=max(steps, default=None),
         state_from=_state_from(within),
-        errors=tuple(_errors(within)),
+        errors=tuple(_errors([*_deaths_before(incident, relevant, led), *within])),
         checkpoint=checkpoints.last_before(incident.start_s),
         is_over=incident.is_over,
     )
+
+
+def _deaths_before(
+    incident: IncidentGoodput, relevant: Sequence[JournalRecord], led: Sequence[JournalRecord]
+) -> list[JournalRecord]:
+    """The deaths that ended the last world, although its other ranks trained on for a moment."""
+    first = incident.generations[0]
+    worlds = [r for r in led if r.name == "world-formed"]
+    begun_s = max((r.at_s for r in worlds if r.whole("generation") == first - 1), default=math.inf)
+    if begun_s > incident.start_s:
+        return []
+    since = bisect_left(relevant, begun_s, key=lambda r: r.at_s)
+    until = bisect_left(relevant, incident.start_s, key=lambda r: r.at_s)
+    died = (r for r in relevant[since:until] if r.name == "worker-died")
+    return [r for r in died if r.whole("generation") == first - 1]
 
 
 def _state_from(within: Sequence[JournalRecord]) -> str:
