@@ -32,7 +32,7 @@ first of these folders that is known and can be written:
 
 1. `ELASTIC_JOURNAL` in the environment of the agents (`none`: no journal);
 2. `journal/RUN` in the job's checkpoint folder: lines move there when a worker has named it to its
-   agent, which workers do not in `mode=restart`;
+   agent;
 3. `elastic/RUN/journal` in the user's state folder (`XDG_STATE_HOME`, by default
    `~/.local/state`).
 

@@ -77,7 +77,7 @@ SECTIONS = {
 }
 _NOTES = {
     MetricSource.AGENT: "",
-    MetricSource.WORKERS: "Not with `mode=restart`, where agents receive no step reports.\n\n",
+    MetricSource.WORKERS: "",
     MetricSource.LEADER: "Other nodes export the counters as 0. `elastic_nodes` is missing while "
     "there is no leader.\n\n",
 }

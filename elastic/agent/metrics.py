@@ -61,7 +61,7 @@ class MetricSource(str, Enum):
     """The nodes that export a metric."""
 
     AGENT = "every node"
-    WORKERS = "every node whose workers have joined in-process"
+    WORKERS = "every node whose workers have called elastic.join()"
     LEADER = "the leader"
 
 
