@@ -9,15 +9,17 @@ from pathlib import Path
 from kit.made_up_run import MadeUpProcess, write_run
 
 from elastic.report.model import (
+    CheckpointHistory,
     Timeline,
     TimelineLimits,
     curves_of,
     generation_marks,
+    incident_reports,
     thinned,
     timeline_of,
 )
 from elastic.report.render import svg, timeline_chart
-from elastic.telemetry.goodput import Activity, goodput_of_run
+from elastic.telemetry.goodput import Activity, Breakdown, IncidentGoodput, goodput_of_run
 from elastic.telemetry.reader import JournalRecord, merge, read_folder, run_of
 
 LIMITS = TimelineLimits()
@@ -140,3 +142,30 @@ def test_segments_do_not_overlap_and_omit_absent_nodes(tmp_path: Path) -> None:
     shown = {s.activity for s in lanes["node-0"]}
     assert {Activity.DETECTION, Activity.ABORT, Activity.RENDEZVOUS, Activity.REBUILD} <= shown
     assert [mark.label for mark in timeline.marks] == ["g1 first", "g2 lost", "g3 joined"]
+
+
+def test_a_death_before_its_peers_stop_belongs_to_the_incident() -> None:
+    """Restarted workers train on until torchrun ends them."""
+    lines: tuple[tuple[str, float, dict[str, object]], ...] = (
+        ("world-formed", 1.0, {"generation": 1}),
+        ("worker-died", 2.0, {"node": "n1", "generation": 1, "reason": "ValueError: earlier"}),
+        ("world-formed", 2.1, {"generation": 2}),
+        ("worker-died", 5.0, {"node": "n2", "generation": 2, "reason": "ValueError: its cause"}),
+        ("world-formed", 5.1, {"generation": 3}),
+    )
+    records = [
+        JournalRecord(name, "w", number, at_s, at_s, data, at_s)
+        for number, (name, at_s, data) in enumerate(lines)
+    ]
+    incident = IncidentGoodput(
+        generations=(3,),
+        cause="failure",
+        reason="n2 failed",
+        start_s=5.05,
+        end_s=9.0,
+        nodes=("n1",),
+        pause=Breakdown({}),
+        breakdown=Breakdown({}),
+    )
+    (report,) = incident_reports([incident], records, CheckpointHistory((), ()))
+    assert report.errors == (("n2", "ValueError: its cause"),)
