@@ -332,6 +332,10 @@ class MemberStatus:
         """The problems, for users: all of a few, and the first of many."""
         sentences = tuple(g.sentence for g in self.gone)
         sentences += tuple(f"{name} had finished before" for name in self.absent)
+        if self.out and all(is_consequence(n.node.failure) for n in self.out):
+            # As after os._exit(0) in a script without elastic.join().
+            early = (name for name in self.ended if name not in self.absent)
+            sentences += tuple(f"{name} ended with exit code 0 before the others" for name in early)
         if self.world.state is WorldState.ACTIVE or self.in_process:
             name = {n.node.node_id: n.node.name for n in self.running}
             # Peers of a failed worker report only their broken connections to it.

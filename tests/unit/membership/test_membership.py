@@ -897,3 +897,14 @@ def test_nodes_leave_a_stopped_job_as_any_other() -> None:
     v = view(world("n1", "n2", "n3"), runs("n1"), runs("n2"), in_state("n3", NodeState.LEAVING))
     stopped = replace(v, stopped=STOPPED)
     assert proposal(stopped) == proposal(v)
+
+
+def test_lost_connections_are_explained_by_a_member_that_has_ended() -> None:
+    """Of a script without elastic.join(), whose worker has called os._exit(0) in training."""
+    lost = [out(n, failure="RuntimeError: Connection reset by peer") for n in ("n1", "n2")]
+    ended = in_state("n3", NodeState.FINISHED)
+    reason = proposal(view(world("n1", "n2", "n3"), *lost, ended)).reason
+    assert reason.startswith("n3 ended with exit code 0 before the others; n1 failed: ")
+    own = out("n2", failure="ValueError: boom")
+    reason = proposal(view(world("n1", "n2", "n3"), lost[0], own, ended)).reason
+    assert "exit code 0" not in reason, "another failure explains them"
