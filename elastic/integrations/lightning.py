@@ -28,8 +28,10 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -41,11 +43,15 @@ import elastic
 from elastic.errors import ConfigError
 from elastic.groups.world import World
 from elastic.telemetry.log import get_logger
+from elastic.train.copies import copied
 from elastic.train.loader import BatchInfo, ElasticLoader
 from elastic.train.run import Run
 from elastic.train.sampler import Position
 
 __all__ = ["ElasticStrategy"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # ----------------------------------------------------------------------------
 # Lightning is published twice, as `lightning` and as `pytorch_lightning`, with different classes.
@@ -128,13 +134,19 @@ class SharedLoader:
     order of Lightning's sampler.
 
     ``position``: the epoch, and the number of its batches that were read, at which an iteration
-    begins.
+    begins. ``is_whole``: read all batches, for an evaluation before the first world.
     """
 
     def __init__(
-        self, run: Run, loader: DataLoader[Any], position: Callable[[], tuple[int, int]]
+        self,
+        run: Run,
+        loader: DataLoader[Any],
+        position: Callable[[], tuple[int, int]],
+        *,
+        is_whole: bool = False,
     ) -> None:
         self._run, self._given, self._position = run, loader, position
+        self._is_whole = is_whole
         self._cycle = 0  # iterations since `resume`
         self.current: BatchInfo | None = None
         self._loader = ElasticLoader(
@@ -165,6 +177,8 @@ class SharedLoader:
             yield batch
 
     def _rank_and_size(self) -> tuple[int, int]:
+        if self._is_whole:
+            return 0, 1
         if not self._run.has_world:
             return int(os.environ.get("RANK", 0)), self._run.largest_world
         return self._run.world.rank, self._run.world.size
@@ -256,32 +270,54 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Progress:
-    """The progress of ``fit``: Lightning's loops, its callbacks, and which unit of work is next.
+    """The progress of a call of ``fit``: Lightning's loops, its callbacks, and which unit of work
+    is next.
 
-    An object with state, which the job tracks.
+    An object with state, which the job tracks. The state of another call, which the job has left
+    or already begun, is kept as it is.
     """
 
-    def __init__(self, trainer: Any, is_private: Callable[[Any], bool]) -> None:
-        self._trainer = trainer
+    def __init__(self, is_private: Callable[[Any], bool]) -> None:
         self._is_private = is_private
-        self._callbacks, self._module = trainer.callbacks, trainer.lightning_module
+        self.fits = 0  # calls of fit() in this process
+        self.of_other: Mapping[str, Any] | None = None  # the job's state, if it is of another call
         self.units = 0  # of `run.once`, complete
+        self.files: list[str] = []  # that ModelCheckpoint has saved and not removed
+        self.versions: list[Any] = []  # of the loggers
+        self.entries: list[int] = []  # that each logger was given
+        self._restart()
+
+    def attach(self, trainer: Any) -> None:
+        """Called by each call of fit()."""
+        if self.fits:
+            self.of_other = copied(self.state_dict())
+        self.fits += 1
+        self._trainer = trainer
+        self._callbacks, self._module = trainer.callbacks, trainer.lightning_module
+
+    def begin(self, logged: tuple[list[Any], list[int]]) -> None:
+        """Begin the attached call, with the versions of its loggers and the numbers of entries."""
+        self.of_other = None
+        self._restart()
+        self.versions, self.entries = logged
+
+    def _restart(self) -> None:
         self.is_checked = False  # the sanity check was run
         self.is_started = False  # on_train_start was called on a rank that has trained since
         self.in_epoch = False
         self.owes_validation = False  # after the last step
         self.is_over = False
         self.loaded: tuple[float, float] | None = None  # restored
-        self.files: list[str] = []  # that ModelCheckpoint has saved and not removed
         self.metrics: dict[str, Any] = {}  # rank 0's, after the last unit
-        self.versions: list[Any] = []  # of the loggers
-        self.entries: list[int] = []  # that each logger was given
 
     _OWN = ("units", "is_checked", "is_started", "in_epoch", "owes_validation", "is_over")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
+        if self.of_other is not None:
+            return self.of_other
         trainer = self._trainer
         return {
+            "fits": self.fits,
             "own": {name: getattr(self, name) for name in self._OWN},
             "files": self.files,
             "metrics": self.metrics,
@@ -297,6 +333,10 @@ class Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["fits"] != self.fits:
+            self.of_other = copied(state)
+            return
+        self.of_other = None
         trainer = self._trainer
         for name in self._OWN:
             setattr(self, name, state["own"][name])
@@ -331,7 +371,7 @@ class Progress:
         if train_epoch is not None and loop._last_train_dl_reload_epoch != train_epoch:
             loop._combined_loader = None
             loop.setup_data()
-        if trainer.enable_validation:  # later, it would be a collective of this rank alone
+        if trainer.enable_validation:
             trainer.validating = True
             val_loop.setup_data()
             trainer.training = True
@@ -555,7 +595,6 @@ class Logs:
         self._held: list[Callable[[], object]] = []
         self._is_resumed = False  # the job has continued from a checkpoint
         self._is_open = False  # this process has written entries since it is rank 0
-        progress.entries = [0] * len(trainer.loggers)
         self._saves = [logger.save for logger in trainer.loggers]
         for number, logger in enumerate(trainer.loggers):
             logger.log_metrics = functools.partial(self._hold, number, logger.log_metrics)
@@ -658,6 +697,160 @@ class Files:
 
 
 # ----------------------------------------------------------------------------
+# What is registered.
+
+
+class Job:
+    """The objects that are registered: the first ``fit`` does it. A later one, of the same Trainer
+    or another one, uses the same objects, with the state of its own new ones at its beginning."""
+
+    def __init__(self, run: Run, is_private: Callable[[Any], bool]) -> None:
+        self._run = run
+        self.fit: Any = None  # the last one that has begun
+        self.progress = Progress(is_private)
+        self.averages = Averages(run, lambda: self.fit.epochs._results)
+        self.is_resumed = False  # from a checkpoint
+        self._has_world = False
+        self._wrapped: Any = None
+        self._tracked: dict[str, Any] = {}
+
+    def wrap(self, module: nn.Module, options: Mapping[str, Any]) -> Any:
+        """The wrapped module. Raises ConfigError for another one than that of the first call."""
+        if self._wrapped is None:
+            self._wrapped = self._run.wrap(module, **options)
+        elif self._wrapped.module is not module:
+            raise ConfigError(
+                "trainer.fit() is called again with another LightningModule: a job trains one",
+                hint="start a job for each model, such as each fold of a cross-validation",
+            )
+        return self._wrapped
+
+    def begin(self, fit: Fit) -> None:
+        """Called by each ``fit`` before it trains. Raises ConfigError for other optimizers,
+        schedules or modules of callbacks than those of the first one."""
+        new = dict(_stateful_of(fit))
+        if self.fit is None:
+            self._register(fit, new)
+            return
+        if {k: _kind(v) for k, v in new.items()} != {k: _kind(v) for k, v in self._tracked.items()}:
+            raise ConfigError(
+                "trainer.fit() is called again with other optimizers, schedules or callbacks with "
+                "weights: those of a job stay",
+                hint="return optimizers of the same parameters, with other learning rates or "
+                "frozen parameters; or start a job for each phase, which loads the last one's file",
+            )
+        states = {name: copied(each.state_dict()) for name, each in new.items()}
+        of_job = {name: copied(each.state_dict()) for name, each in self._tracked.items()}
+        _replace(fit, new, self._tracked)
+        self._load(of_job)
+        self.fit = fit
+
+        def begin() -> None:
+            self._load(states)
+            self.progress.begin(_logged(fit))
+
+        self._run.once("fit", fit.strategy.together(begin), at=self.progress.fits)
+
+    def _load(self, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            self._tracked[name].load_state_dict(copied(state))
+
+    def _register(self, fit: Fit, tracked: dict[str, Any]) -> None:
+        self.fit, self._tracked, module = fit, tracked, fit.trainer.lightning_module
+        self.progress.begin(([], []))  # in the first world
+        self._run.track(**tracked, averages=self.averages, lightning=self.progress)
+        results = OwnResults(module, lambda: self.fit.epochs._results)
+        local = {
+            f"metric_{name}": each
+            for name, each in module.named_modules()
+            if isinstance(getattr(type(each), "metric_state", None), property)
+        }
+        self._run.track(**local, results=results, local=True)
+        self._run.on_world(lambda world: self.fit.strategy.together(self._enter_world)(world))
+
+    def _enter_world(self, world: World) -> None:
+        fit, progress = self.fit, self.progress
+        fit.strategy.set_world_ranks()  # of rank_zero_only, too
+        # A joining process is not rank 0 in its first world.
+        is_resumed = not self._has_world and world.rank == 0 and progress.units > 0
+        self._has_world, self.is_resumed = True, self.is_resumed or is_resumed
+        if progress.of_other is not None:
+            return  # that call enters it
+        if not progress.versions:
+            progress.versions, progress.entries = _logged(fit)
+        fit.logs.enter_world(progress.versions, is_resumed=is_resumed)
+        if is_resumed and fit.trainer.ckpt_path:
+            get_logger().info(
+                "fit() continues from the job's own state, after %d optimizer steps, and not from "
+                "ckpt_path=%s",
+                *(fit.epochs.global_step, fit.trainer.ckpt_path),
+            )
+
+
+def _logged(fit: Fit) -> Any:
+    """Rank 0's versions of its loggers, and the numbers of entries that their files have."""
+    loggers = fit.trainer.loggers
+    versions = [getattr(logger, "version", None) for logger in loggers]
+    entries = [_entries_of(logger) for logger in loggers]
+    return fit.strategy.broadcast(([v if _is_plain(v) else None for v in versions], entries))
+
+
+def _entries_of(logger: Any) -> int:
+    if type(logger).__name__ != "CSVLogger" or logger._experiment is None:
+        return 0
+    logger._experiment.save()
+    path = Path(logger.log_dir, "metrics.csv")
+    return len(path.read_text().splitlines()) - 1 if path.is_file() else 0
+
+
+def _stateful_of(fit: Fit) -> Iterator[tuple[str, Any]]:
+    """The optimizers of a ``fit``, its schedules, scaler, and modules of callbacks."""
+    strategy = fit.strategy
+    for i, optimizer in enumerate(strategy.optimizers):
+        yield f"optimizer{i}", optimizer
+    for i, config in enumerate(strategy.lr_scheduler_configs):
+        yield f"scheduler{i}", config.scheduler
+    if (scaler := getattr(strategy.precision_plugin, "scaler", None)) is not None:
+        yield "scaler", scaler
+    own = set(fit.trainer.lightning_module.modules())
+    for i, callback in enumerate(fit.trainer.callbacks):
+        for name, value in vars(callback).items():
+            if isinstance(value, nn.Module) and value not in own:
+                yield f"callback{i}_{name}", value
+
+
+def _kind(value: Any) -> Any:
+    groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
+    return type(value), [list(map(id, group["params"])) for group in groups]
+
+
+def _replace(fit: Fit, new: Mapping[str, Any], tracked: Mapping[str, Any]) -> None:
+    """Let ``fit`` use the tracked objects in place of its new ones."""
+    strategy = fit.strategy
+    count = len(strategy.optimizers)
+    strategy.optimizers = [tracked[f"optimizer{i}"] for i in range(count)]
+    optimizers = {id(new[f"optimizer{i}"]): each for i, each in enumerate(strategy.optimizers)}
+    for i, config in enumerate(strategy.lr_scheduler_configs):
+        own, config.scheduler = config.scheduler, tracked[f"scheduler{i}"]
+        vars(config.scheduler).update(vars(own))
+        _reattach(config.scheduler, optimizers)
+    if "scaler" in tracked:
+        strategy.precision_plugin.scaler = tracked["scaler"]
+    for i, callback in enumerate(fit.trainer.callbacks):
+        for name in [name for name in vars(callback) if f"callback{i}_{name}" in tracked]:
+            setattr(callback, name, tracked[f"callback{i}_{name}"])
+
+
+def _reattach(scheduler: Any, optimizers: Mapping[int, Any]) -> None:
+    scheduler.optimizer = optimizers.get(id(scheduler.optimizer), scheduler.optimizer)
+    for inner in getattr(scheduler, "_schedulers", ()):  # SequentialLR, ChainedScheduler
+        _reattach(inner, optimizers)
+
+
+_JOBS: WeakKeyDictionary[Run, Job] = WeakKeyDictionary()
+
+
+# ----------------------------------------------------------------------------
 # The loops.
 
 
@@ -668,20 +861,21 @@ class Fit:
     fault, :class:`Progress` has restored them to the end of the last step or unit.
     """
 
-    def __init__(self, strategy: Any, trainer: Any, *, is_private: Callable[[Any], bool]) -> None:
-        self.strategy, self.trainer, self.run = strategy, trainer, strategy.run
+    def __init__(self, strategy: Any, trainer: Any, job: Job) -> None:
+        self.strategy, self.trainer, self.run, self.job = strategy, trainer, strategy.run, job
         self.loop = trainer.fit_loop
         self.epochs = self.loop.epoch_loop
-        self.progress = Progress(trainer, is_private)
-        self.averages = Averages(self.run, lambda: self.epochs._results)
+        self.progress, self.averages = job.progress, job.averages
+        self.progress.attach(trainer)
         self.logs = Logs(trainer, self.progress)
         self.files = Files(strategy, self.run, self.progress)
         self._has_started = False  # on_train_start, in this process
-        self._has_world = False
-        self.is_alone = False  # other ranks do not call what this one calls
         self._check_sanity = trainer._run_sanity_check
         trainer._run_sanity_check = lambda: None  # there is no world yet
         self.loop.run = self._run
+        for loop in (self.loop, self.epochs.val_loop):
+            # Compares lengths on all ranks, in the first call of each process only.
+            loop.setup_data = strategy.together(loop.setup_data, is_together=False)
         if hasattr(self.epochs, "_broadcast_sigterm_tensor"):
             # A collective in each batch, whose faults it ignores. Nodes leave between two steps.
             self.epochs._broadcast_sigterm_tensor = lambda: None
@@ -699,8 +893,10 @@ class Fit:
         """Restore what was replaced."""
         self.logs.remove()
         self.trainer.__dict__.pop("_run_sanity_check", None)
-        for owner, name in ((self.loop, "run"), (self.epochs, "_broadcast_sigterm_tensor")):
-            vars(owner).pop(name, None)
+        replaced = ("run", "setup_data", "_broadcast_sigterm_tensor")
+        for owner in (self.loop, self.epochs, self.epochs.val_loop):
+            for name in replaced:
+                vars(owner).pop(name, None)
         for callback in self.trainer.checkpoint_callbacks:
             vars(callback).pop("file_exists", None)
         if self.loop._combined_loader is not None:
@@ -708,61 +904,24 @@ class Fit:
                 if isinstance(loader, SharedLoader):
                     loader.stop()
 
-    # -- registration -------------------------------------------------------------------------
-
-    def _register(self) -> None:
-        """Track everything that is state, besides the module that is wrapped."""
-        strategy, module = self.strategy, self.trainer.lightning_module
-        tracked = {f"optimizer{i}": each for i, each in enumerate(strategy.optimizers)}
-        for i, config in enumerate(strategy.lr_scheduler_configs):
-            tracked[f"scheduler{i}"] = config.scheduler
-        if (scaler := getattr(strategy.precision_plugin, "scaler", None)) is not None:
-            tracked["scaler"] = scaler
-        own = set(module.modules())
-        for i, callback in enumerate(self.trainer.callbacks):
-            for name, value in vars(callback).items():
-                if isinstance(value, nn.Module) and value not in own:
-                    tracked[f"callback{i}_{name}"] = value
-        self.run.track(**tracked, averages=self.averages, lightning=self.progress)
-        results = OwnResults(module, lambda: self.epochs._results)
-        local = {
-            f"metric_{name}": each
-            for name, each in module.named_modules()
-            if isinstance(getattr(type(each), "metric_state", None), property)
-        }
-        self.run.track(**local, results=results, local=True)
-        self.run.on_world(self._enter_world)
-
-    def _enter_world(self, world: World) -> None:
-        progress = self.progress
-        self.strategy.set_world_ranks()  # of rank_zero_only, too
-        # A joining process is not rank 0 in its first world.
-        is_resumed = not self._has_world and world.rank == 0 and progress.units > 0
-        self._has_world = True
-        if not progress.versions:
-            versions = [getattr(logger, "version", None) for logger in self.trainer.loggers]
-            versions = [version if _is_plain(version) else None for version in versions]
-            progress.versions = self.strategy.broadcast(versions)
-        self.logs.enter_world(progress.versions, is_resumed=is_resumed)
-        if is_resumed and self.trainer.ckpt_path:
-            get_logger().info(
-                "fit() continues from the job's own state, after %d optimizer steps, and not from "
-                "ckpt_path=%s",
-                *(self.epochs.global_step, self.trainer.ckpt_path),
-            )
-
     # -- the function of run.retry ------------------------------------------------------------
 
     def _run(self) -> None:
+        # The same calls of the job on all ranks, also if it was over when this node joined.
         self.loop.setup_data()
-        if self.loop.skip:
-            return
-        self._register()
-        self.loop.reset()
-        self.run.retry(self._train)
+        state = self.progress.of_other
+        self.job.begin(self)
+        if not self.loop.skip:
+            self.loop.reset()
+        if state is not None and state["fits"] == self.progress.fits:  # this node joins in it
+            self.progress.load_state_dict(state)
+            self.logs.enter_world(self.progress.versions, is_resumed=self.job.is_resumed)
+        self.run.retry(self.strategy.together(self._train))
         self.loop._restarting = False
 
     def _train(self) -> None:
+        if self.progress.of_other is not None or self.loop.skip:
+            return  # the job is in a later call, or this one trains nothing
         self._resume()
         progress, loop = self.progress, self.loop
         if not progress.is_checked:
@@ -816,12 +975,9 @@ class Fit:
 
     def _start(self) -> None:
         """Call on_train_start in each process; on one that joins, others do not call it."""
-        self.is_alone = self.progress.is_started
-        try:
-            self.progress.load_data(is_alone=self.is_alone)
-            self.loop.on_run_start()
-        finally:
-            self.is_alone = False
+        is_alone = self.progress.is_started
+        self.progress.load_data(is_alone=is_alone)
+        self.strategy.together(self.loop.on_run_start, is_together=not is_alone)()
         self._has_started = self.progress.is_started = True
 
     def _end(self) -> None:
@@ -947,6 +1103,7 @@ def _define(package: str) -> Any:
     environments: Any = importlib.import_module(f"{fabric}.plugins.environments")
     reset_seed = importlib.import_module(f"{fabric}.utilities.seed").reset_seed
     base: Any = importlib.import_module(f"{package}.strategies")
+    data_connector = importlib.import_module(f"{package}.trainer.connectors.data_connector")
 
     class Environment(environments.ClusterEnvironment):
         """The ranks of the current world; before the first one, those of the largest."""
@@ -1018,6 +1175,7 @@ def _define(package: str) -> Any:
             self._trainer: Any = None
             self.weight = 1.0  # of this rank's mean over its samples of the current batch
             self._fit: Fit | None = None
+            self._is_together = False  # in a function that all ranks call, and repeat after a fault
             self.run = elastic.join(checkpoints=checkpoints, when=when, keep=keep, seed=seed)
             super().__init__(cluster_environment=Environment(self.run), **options)
 
@@ -1027,29 +1185,50 @@ def _define(package: str) -> Any:
             """The group of a world comes with run.retry."""
             reset_seed()
             self.set_world_ranks()
+            _prepare_data_alone(self.lightning_module.trainer, data_connector)
 
         @property
         def distributed_sampler_kwargs(self) -> dict[str, Any]:
-            """Those of the largest world, whose batches are divided."""
+            """Those of the largest world, whose batches are divided; for predictions, of the
+            current one."""
+            if self._is_predicting:
+                size = self.world_size if self.run.has_world else 1
+                return {"num_replicas": size, "rank": self.global_rank if size > 1 else 0}
             rank = min(self.global_rank, self.run.largest_world - 1)
             return {"num_replicas": self.run.largest_world, "rank": rank}
 
         @property
-        def _is_alone(self) -> bool:
-            return not self.run.has_world or (self._fit is not None and self._fit.is_alone)
+        def _is_predicting(self) -> bool:
+            return self._trainer is not None and str(self._trainer.state.fn.value) == "predict"
+
+        def together(self, function: Callable[P, T], *, is_together: bool = True) -> Callable[P, T]:
+            """``function``, in which ranks communicate. Elsewhere they do not: a node that joins
+            makes calls that the others have left behind, and a fault would not be recovered."""
+
+            @functools.wraps(function)
+            def call(*args: P.args, **options: P.kwargs) -> T:
+                before, self._is_together = self._is_together, is_together
+                try:
+                    return function(*args, **options)
+                finally:
+                    self._is_together = before
+
+            return call
 
         def barrier(self, *args: Any, **options: Any) -> None:
-            """Wait for all ranks. Nothing to wait for before the first world."""
-            if not self._is_alone:
+            """Wait for all ranks."""
+            if self._is_together:
                 super().barrier(*args, **options)
+            elif self.run.has_world and "Trainer.save_checkpoint" in args:  # by the script
+                self.run.once("lightning save", bool)
 
         def broadcast(self, obj: Any, src: int = 0) -> Any:
-            """The object of rank ``src``; before the first world, this rank's own."""
-            return obj if self._is_alone else super().broadcast(obj, src)
+            """The object of rank ``src``; where ranks do not communicate, this rank's own."""
+            return super().broadcast(obj, src) if self._is_together else obj
 
         def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
             """The mean or sum over all ranks; in a training step, a mean over all samples."""
-            if self._is_alone:
+            if not self._is_together:
                 return tensor
             if isinstance(tensor, torch.Tensor) and _is_mean(reduce_op):
                 if not tensor.is_floating_point():
@@ -1060,13 +1239,13 @@ def _define(package: str) -> Any:
 
         def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
             """Whether all ranks, or any of them, decide so."""
-            if self._is_alone:
+            if not self._is_together:
                 return decision
             return bool(super().reduce_boolean_decision(decision, all))
 
         def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
             """The tensors of all ranks."""
-            if self._is_alone:
+            if not self._is_together:
                 return tensor[None]
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
@@ -1074,41 +1253,43 @@ def _define(package: str) -> Any:
 
         def setup(self, trainer: Any) -> None:
             """Wrap the module, create optimizers, and prepare to drive the loops."""
-            is_fit = str(trainer.state.fn.value) == "fit"
-            if is_fit and self._fit is not None:
-                raise ConfigError(
-                    "trainer.fit() is called twice in this process, in one job",
-                    hint="call it once, with max_epochs for all phases, or in one job each",
-                )
-            self._trainer = trainer
-            if trainer.evaluating and self._is_alone and self.run.largest_world > 1:
-                raise ConfigError(
-                    f"trainer.{trainer.state.fn.value}() before trainer.fit(): there is no world "
-                    "yet, whose ranks could share it",
-                    hint="call it after fit(), or in a job without fit()",
-                )
-            if is_fit:
+            self._trainer, kind = trainer, str(trainer.state.fn.value)
+            if kind == "fit":
                 _refuse_callbacks(trainer.callbacks)
-            super().setup(trainer)
-            if is_fit:
-                self._fit = Fit(self, trainer, is_private=_is_progress_bar(pl))
-            elif trainer.evaluating:
-                _repeat_if_interrupted(self.run, trainer._evaluation_loop)
+                super().setup(trainer)
+                self._fit = Fit(self, trainer, self._job)
+                return
+            self.accelerator.setup(trainer)  # DDPStrategy broadcasts weights, too
+            self.model = self.precision_plugin.convert_module(self.lightning_module)
+            self.model_to_device()
+            self.setup_precision_plugin()
+            if self.run.has_world:
+                loop = trainer.predict_loop if kind == "predict" else trainer._evaluation_loop
+                _repeat_if_interrupted(self, loop, kind)
+
+        @property
+        def _job(self) -> Job:
+            if self.run not in _JOBS:
+                _JOBS[self.run] = Job(self.run, _is_progress_bar(pl))
+            return _JOBS[self.run]
 
         def _setup_model(self, model: nn.Module) -> Any:
-            return self.run.wrap(model, **self._ddp_kwargs)
+            return self._job.wrap(model, self._ddp_kwargs)
 
         def _register_ddp_hooks(self) -> None:
             """None: gradients are reduced by elastic."""
 
         def process_dataloader(self, dataloader: Any) -> Any:
             """The part of this rank of a loader's batches."""
-            if self._trainer is None or str(self._trainer.state.fn.value) == "predict":
+            if self._trainer is None or self._is_predicting:
                 return dataloader
             _check_loader(dataloader)
             is_training = self._trainer.training
             return SharedLoader(
-                self.run, _unwrapped(dataloader), self._position if is_training else self._start
+                self.run,
+                _unwrapped(dataloader),
+                self._position if is_training else self._start,
+                is_whole=self._trainer.evaluating and not self.run.has_world,
             )
 
         def _position(self) -> tuple[int, int]:
@@ -1244,15 +1425,37 @@ def _refuse_callbacks(callbacks: list[Any]) -> None:
                 raise ConfigError(f"{type(callback).__name__} {problem}", hint=hint)
 
 
-def _repeat_if_interrupted(run: Run, loop: Any) -> None:
-    """Let an evaluation after ``fit`` survive faults, too."""
+def _prepare_data_alone(trainer: Any, module: Any) -> None:
+    """Let each node prepare data without waiting for other nodes, which may be far ahead."""
+    connector = trainer._data_connector
+
+    def prepare_data() -> None:
+        barrier, module._InfiniteBarrier = module._InfiniteBarrier, nullcontext
+        try:
+            type(connector).prepare_data(connector)
+        finally:
+            module._InfiniteBarrier = barrier
+
+    connector.prepare_data = prepare_data
+
+
+def _repeat_if_interrupted(strategy: Any, loop: Any, kind: str) -> None:
+    """Let an evaluation or prediction after ``fit`` survive faults, too."""
     evaluate = type(loop).run.__get__(loop)
+    predicted: list[Any] = []  # by this rank
 
     def results() -> list[dict[str, float]]:
+        if kind == "predict":
+            predicted[:] = evaluate() or []
+            return []
         loop._results.reset()  # what an interrupted evaluation has added up
         return [{name: float(v) for name, v in each.items()} for each in evaluate()]
 
-    loop.run = lambda: run.once(f"lightning {loop._stage.value}", results)
+    def run_once() -> list[Any]:
+        returned = strategy.run.once(f"lightning {kind}", strategy.together(results))
+        return predicted if kind == "predict" else returned
+
+    loop.run = run_once
 
 
 def _check_loader(loader: Any) -> None:

@@ -194,6 +194,47 @@ def test_an_evaluation_after_fit_is_repeated(lightning: Make) -> None:
     jobs.assert_as_plain("killed", outcome, workers=SIZE - 1)
 
 
+@pytest.mark.parametrize(("place", "event"), [("predict", 2), ("training step", 4)])
+def test_ranks_of_a_smaller_world_predict_all_samples(
+    lightning: Make, place: str, event: int
+) -> None:
+    jobs = lightning(predict=True, epochs=1)
+    died = death("prediction" if place == "predict" else place, event, 1)
+    outcome = jobs.run("killed", death=died)
+    outcome.assert_success(workers=SIZE - 1)
+    assert outcome.died_at
+    assert [int(w.result["predicted"]) for w in outcome.survivors] == [10, 10]  # of 20
+
+
+TWICE: Options = {"validate": True, "fits": 2, "epochs": 1, "averaging": True}
+
+
+@pytest.mark.parametrize(
+    "event", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6, 10))]
+)
+def test_a_second_fit_equals_that_of_plain_lightning(lightning: Make, event: int) -> None:
+    """Which begins with new optimizers and schedules, after 5 updates."""
+    jobs = lightning(**TWICE)
+    outcome = jobs.run("killed", death=death("training step", event, 0))
+    assert outcome.died_at
+    jobs.assert_as_plain("killed", outcome, workers=SIZE - 1)
+    outcome = jobs.run("join", death=death("training step", event, 1), is_replaced=True)
+    jobs.assert_as_plain("join", outcome, workers=SIZE)
+
+
+def test_a_node_joins_after_a_death_in_a_sanity_check(lightning: Make) -> None:
+    jobs = lightning(epochs=1)
+    outcome = jobs.run("join", death=death("validation", 2, 1), is_replaced=True)
+    assert outcome.died_at
+    jobs.assert_as_plain("join", outcome, workers=SIZE)
+
+
+def test_a_job_continues_in_a_second_fit(lightning: Make) -> None:
+    jobs = lightning(checkpoints=1, **{**TWICE, "validate": False})
+    assert jobs.run("job", death=death("training step", 8, 1), on_death=STOP).died_at
+    jobs.assert_as_plain("job", jobs.run("job"), workers=SIZE)
+
+
 def test_a_job_continues_from_its_own_checkpoint(lightning: Make) -> None:
     # Killed after a save of Lightning that is newer than the job's own: it is saved again.
     jobs = lightning(checkpoints=3, save={"every_n_train_steps": 1, "save_top_k": -1})
@@ -262,27 +303,29 @@ elif what == "tuner":
 elif what == "stream":
     trainer().fit(Model(), DataLoader(Stream(), batch_size=2))
 elif what == "twice":
-    first = trainer()
-    first.fit(Model(), samples())
-    first.fit(Model(), samples())
+    trainer().fit(Model(), samples())
+    trainer().fit(Model(), samples())
+elif what == "phases":
+    model = Model()
+    trainer().fit(model, samples())
+    model.configure_optimizers = lambda: torch.optim.Adam(model.parameters())
+    trainer().fit(model, samples())
 elif what == "devices":
     pl.Trainer(strategy="elastic", accelerator="cpu", devices=2, logger=False).fit(
         Model(), samples())
-elif what == "early test":
-    trainer().test(Model(), samples())
 elif what == "other version":
     integration._NAMES["loops.fit_loop._FitLoop"]["run"] = "another parameter"
     strategy = integration._define("lightning.pytorch")()
     strategy.strategy_name
 """
-REFUSALS = {
+REFUSALS = {  # and the number of workers
     "option": (1, "ElasticStrategy(ddp_comm_hook=…) is not supported"),
     "finetuning": (1, "BackboneFinetuning adds parameters to the optimizer during training"),
     "tuner": (1, "LearningRateFinder trains before the job does"),
     "stream": (1, "Stream cannot be divided among a changing number of ranks"),
-    "twice": (1, "trainer.fit() is called twice in this process"),
+    "twice": (1, "trainer.fit() is called again with another LightningModule"),
+    "phases": (1, "trainer.fit() is called again with other optimizers"),
     "devices": (1, "Trainer(devices=2) on a node with 1 workers"),
-    "early test": (2, "trainer.test() before trainer.fit()"),
 }
 
 

@@ -31,6 +31,9 @@ OPTIONS = {
     "logger": "csv",
     "ema": False,
     "test": False,
+    "validate": False,  # before fit
+    "fits": 1,
+    "predict": False,
     "checkpoints": 0,  # steps between two of the job's own
     "averaging": False,
     "gan": False,
@@ -98,6 +101,9 @@ class Data(pl.LightningDataModule):
 
     def test_dataloader(self):
         return DataLoader(data(9, 20), batch_size=OPTIONS["batch"])
+
+    def predict_dataloader(self):
+        return DataLoader(data(8, 20), batch_size=OPTIONS["batch"])
 
     def val_dataloader(self):
         return DataLoader(data(9, 20), batch_size=OPTIONS["batch"])
@@ -177,6 +183,10 @@ class Classifier(pl.LightningModule):
         maybe_die("test", self)
         self.log("test_loss", loss, sync_dist=True)
 
+    def predict_step(self, batch, batch_idx):
+        maybe_die("predict", self)
+        return self(batch[0])
+
     def on_validation_epoch_end(self):
         self.log("outputs", float(len(self.outputs)), sync_dist=True)
         self.outputs.clear()
@@ -207,6 +217,8 @@ def maybe_die(place, module):
         pass  # died in a save
     elif place == "test":
         pass  # died in a test
+    elif place == "predict":
+        pass  # died in a prediction
 
 
 def strategy():
@@ -256,10 +268,19 @@ trainer = pl.Trainer(
     }
 )
 module = Classifier()
+before = {}
+if OPTIONS["validate"]:
+    (before,) = trainer.validate(module, datamodule=Data(), verbose=False)
+    before = {f"before {name}": value for name, value in before.items()}
 trainer.fit(module, datamodule=Data())
+for _ in range(1, OPTIONS["fits"]):
+    trainer.fit_loop.max_epochs += OPTIONS["epochs"]
+    trainer.fit(module, datamodule=Data())
+    trainer.save_checkpoint(f"{folder}/saved/fit.ckpt")
 
 result = {
     **module.state_dict(),
+    **before,
     "global_step": trainer.global_step,
     "epoch": trainer.current_epoch,
     "validations": torch.tensor(recorder.validations),
@@ -274,5 +295,7 @@ if OPTIONS["ema"]:
 if OPTIONS["test"]:
     (tested,) = trainer.test(module, datamodule=Data(), verbose=False)
     result |= tested
+if OPTIONS["predict"]:
+    result["predicted"] = sum(len(each) for each in trainer.predict(module, datamodule=Data()))
 if PLAIN_RANK:
     os._exit(0)
