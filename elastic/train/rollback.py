@@ -87,6 +87,11 @@ class ChangeWatch:
         """Whether contents are compared, so that no change remains undetected."""
         return self._content is not None
 
+    def restored(self) -> None:
+        """The tensors have got the expected values again, by writing them: torch counts that."""
+        if self._version is not None:
+            self._version = versions(self._counted())
+
     def forget(self) -> None:
         """Stop expecting values."""
         self._version = self._content = None
@@ -954,6 +959,9 @@ class Rollback:
         if self.snapshot:
             self._state.restore(self.snapshot, self._kept if self._has_copies else None)
             self._local.restore()
+        if self._has_copies:
+            self._has_changed = self._has_updates = False
+            self._watch.restored()  # or the script would seem to have written the copies
         return is_exact
 
     def restore_earlier(self) -> bool:

@@ -157,6 +157,14 @@ def test_a_script_that_changes_weights_itself_gets_copies(lean: Script) -> None:
     assert lean.rollback.needs_copies == "weights change outside of optimizer.step()"
 
 
+def test_restored_copies_are_no_change_by_the_script(lean: Script) -> None:
+    lean.rollback.take(with_copies=True)  # as in each new world
+    assert lean.rollback.restore()  # where the loop begins again
+    lean.update()
+    lean.commit()
+    assert lean.rollback.needs_copies == ""
+
+
 def test_a_script_that_communicates_after_an_update_gets_copies(
     lean: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
