@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -152,16 +153,20 @@ def run_id_of(args: argparse.Namespace) -> str:
     one job."""
     find_job(args)
     if not args.rdzv_id and (runs := local_runs()):
-        raise ConfigError(
-            f"this machine has {len(runs)} jobs: {_listed(runs)}", hint="name one by its run id"
-        )
+        running = [run for run in runs if run.is_running]
+        if running:
+            has = f"{len(running)} jobs run on this machine: {_listed(running)}"
+        else:
+            has = f"no job runs on this machine; it has run {_listed(runs)}"
+        raise ConfigError(has, hint="name one by its run id")
     return _required(args.rdzv_id, "--rdzv-id", "PET_RDZV_ID", "; `elastic list` shows them")
 
 
-def find_job(args: argparse.Namespace) -> LocalRun | None:
-    """The job of this machine that the arguments mean, whose run id and etcd are added to them."""
+def find_job(args: argparse.Namespace, *, or_last: bool = False) -> LocalRun | None:
+    """The job of this machine that the arguments mean, as in :func:`local_run`, whose run id and
+    etcd are added to them."""
     args.rdzv_id = getattr(args, "run", None) or getattr(args, "rdzv_id", None)
-    run = local_run(args) if "rdzv_conf" in args and "run" in args else None
+    run = local_run(args, or_last=or_last) if "rdzv_conf" in args and "run" in args else None
     if run is not None:
         args.rdzv_id = run.run_id
         if not args.rdzv_endpoint:
@@ -170,15 +175,21 @@ def find_job(args: argparse.Namespace) -> LocalRun | None:
     return run
 
 
-def local_run(args: argparse.Namespace) -> LocalRun | None:
+def local_run(args: argparse.Namespace, *, or_last: bool = False) -> LocalRun | None:
     """The job of this machine that the arguments mean: the named one or, without a name, the only
-    one that runs, or else the only one; None: it is another machine's, or not certain."""
+    one that runs, or else the only one; None: it is another machine's, or not certain.
+
+    ``or_last``: if none runs, the last one, for a command that only looks back."""
     name, endpoint, runs = args.rdzv_id, args.rdzv_endpoint, local_runs()
     if name is not None:
         runs = [run for run in runs if run.run_id == name]
     if endpoint:
         runs = [run for run in runs if run.endpoint == endpoint]
     running = [run for run in runs if run.is_running]
+    if or_last and not running and len(runs) > 1:
+        last = printable(runs[0].run_id, 80)
+        print(f"elastic: {last}, the last of {len(runs)} jobs here (elastic list)", file=sys.stderr)
+        return runs[0]
     certain = running or runs
     return certain[0] if len(certain) == 1 else None
 

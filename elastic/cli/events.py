@@ -129,7 +129,7 @@ def find_journals(
     args.rdzv_id = given or args.rdzv_id
     if args.rdzv_id is None and chosen is not None:
         return JournalSource(existing_folder(chosen), None)
-    run = local_run(args)
+    run = local_run(args, or_last=True)
     if run is not None and Path(run.journal).is_dir() and run.journal:
         args.rdzv_id = run.run_id
         return JournalSource(Path(run.journal), run.run_id)

@@ -91,7 +91,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> LocalRun:
     """The run of this machine that the arguments mean. Raises ConfigError."""
     args.rdzv_id = args.run or args.rdzv_id
-    run = local_run(args)
+    run = local_run(args, or_last=True)
     if run is None and args.rdzv_id is None and not local_runs():
         raise ConfigError(
             "no job has run on this machine", hint="run `elastic logs` where its nodes run"

@@ -202,7 +202,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic status ARGV``; returns the exit code."""
     args = parser().parse_args(list(argv))
-    run = find_job(args)
+    run = find_job(args, or_last=True)
     if not args.journal and run is not None:
         args.journal = run.journal
     # Nothing of the job can run any more: its etcd was on this machine, as all its agents.

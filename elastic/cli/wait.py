@@ -22,6 +22,7 @@ from elastic.cli.view import (
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, StoreUnreachable
 from elastic.membership.records import Done, Outcome
 from elastic.telemetry.log import printable
+from elastic.telemetry.runs import local_runs
 
 # Polling interval of `elastic wait`.
 WAIT_LOOK_S = 0.5
@@ -77,11 +78,25 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     condition = WaitCondition.parse(args.condition)
     timeout_s = seconds_of(args.timeout, "--timeout")
+    if not (args.run or args.rdzv_id or args.rdzv_endpoint):
+        timeout_s -= wait_for_a_job(timeout_s, SYSTEM_CLOCK)
     keys = keys_of(args)
     with job_store(args) as store:
         return wait(
             lambda: read_job(store, keys, SYSTEM_CLOCK.wall()), condition, timeout_s, SYSTEM_CLOCK
         )
+
+
+def wait_for_a_job(timeout_s: float, clock: Clock) -> float:
+    """Wait for a job of this machine, which may be about to start, where several have ended: none
+    of them can be meant. Returns the seconds that it took."""
+    began_s = clock.monotonic()
+    while (passed_s := clock.monotonic() - began_s) < timeout_s:
+        runs = local_runs()
+        if len(runs) < 2 or any(run.is_running for run in runs):
+            break
+        clock.sleep(min(WAIT_LOOK_S, timeout_s - passed_s))
+    return passed_s
 
 
 def wait(

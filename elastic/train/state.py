@@ -23,6 +23,7 @@ from checkpoints.tree import flatten
 from elastic import torch_private
 from elastic.errors import ConfigError, TrainingError
 from elastic.groups.world import StagePlace, check_saved_stages
+from elastic.telemetry.log import get_logger
 from elastic.train.backward import EarlierGradients, frozen_indices, set_frozen
 from elastic.train.copies import copied, is_plain, layouts_of, load_tracked
 from elastic.train.ddp import Wrapped
@@ -420,6 +421,12 @@ class JobState:
             self.keeps_gradients |= tree.get("keeps_gradients", True)  # not in older checkpoints
             self.set_gradients(gradients)
         self.local_state.load(tree.get("local", {}))
+        if new := sorted(self.user.keys() - _typed(tree, "state").keys()):
+            get_logger().warning(
+                "not in the restored state, and removed from run.state: %s; read an entry that an "
+                "older version of the script did not have with run.state.get(name, default)",
+                ", ".join(map(repr, new[:10])),
+            )
         writing.write(self.user, _typed(tree, "state"))
         self.set_units(_typed(tree, "units") if "units" in tree else {})  # not in older checkpoints
         self.progress.load(tree["progress"])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from kit.made_up_run import write_run
+from kit.manual_clock import ManualClock
 
 from elastic.cli.main import main
-from elastic.telemetry.runs import LocalRun, RunEntry
+from elastic.cli.wait import wait_for_a_job
+from elastic.telemetry.runs import LocalRun, RunEntry, local_runs
 
 # Nothing listens there: the embedded etcd of a run that has ended.
 GONE = "127.0.0.1:1"
@@ -61,19 +62,54 @@ def test_a_misspelled_run_shows_those_that_exist(
         assert "it has demo" in error
 
 
-def test_without_a_name_the_running_job_is_meant_and_several_are_refused(
+def test_without_a_name_the_running_job_is_meant_or_else_the_last(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = tmp_path / "other"
-    write_run(other)
-    register("other", other).close()
+    ended = RunEntry(
+        LocalRun(run_id="before", journal=str(tmp_path), endpoint=GONE, prefix="/p", since_s=0.5)
+    )
+    ended.close()
     for command in ("status", "events", "report"):
-        assert main([command]) == 2
-        assert "this machine has 2 jobs: " in capsys.readouterr().err
+        assert main([command]) == 0
+        assert "demo, the last of 2 jobs here (elastic list)" in capsys.readouterr().err
     running = register("demo", demo)
     assert main(["report", "-o", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["run_id"] == "demo"
+    assert capsys.readouterr().err == ""
     running.close()
+
+
+def test_a_command_that_changes_a_job_takes_no_ended_one_for_it(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register("other", tmp_path).close()
+    assert main(["stop"]) == 2
+    assert "no job runs on this machine; it has run " in capsys.readouterr().err
+
+
+def test_wait_waits_for_a_job_that_is_about_to_start(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register("other", tmp_path).close()
+    started: list[RunEntry] = []
+
+    class Waiting(ManualClock):
+        def sleep(self, seconds: float) -> None:
+            started.append(register("next", tmp_path))
+
+    assert wait_for_a_job(30, Waiting()) == 0
+    assert [run.run_id for run in local_runs() if run.is_running] == ["next"]
+    started[0].close()
+
+
+def test_several_running_jobs_are_told_apart_by_their_names(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = [register("demo", demo), register("other", tmp_path)]
+    for command in ("status", "events", "report"):
+        assert main([command]) == 2
+        assert "2 jobs run on this machine: " in capsys.readouterr().err
+    for run in running:
+        run.close()
 
 
 def test_without_an_endpoint_the_jobs_of_this_machine_are_listed(
