@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 from kit import shared_gpu
 
 # No deadline: durations vary on a machine that runs other tests, too. Every run draws the same
@@ -36,7 +37,7 @@ settings.load_profile("tests")
 # Hypothesis also draws the numbers and texts that it finds in the source of imported modules: which
 # examples a test gets would depend on the tests that ran before it in the same process.
 assert hasattr(providers, "_get_local_constants")
-NO_CONSTANTS = providers.Constants()
+NO_CONSTANTS = Constants()
 
 pytest_plugins = ["etcd_fixtures"]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 from kit.journal import MemoryJournal
 from kit.manual_clock import ManualClock
 from kit.membership_nodes import node, world
@@ -23,6 +26,7 @@ class NodeThread:
 
     def __init__(self) -> None:
         self.clock = ManualClock(1000.0)
+        self.asked: list[str] = []  # reasons for which its workers were to leave
         self.contact_s = 1000.0
         self.status = NodeStatus(node("n1", NodeState.STARTING, running=world("n1")), KEYS, 1000.0)
         context = NodeContext(
@@ -34,7 +38,9 @@ class NodeThread:
             clock=self.clock,
             journal=MemoryJournal(),
         )
-        self.contact = IsolationDetector(context, None, lambda: self.contact_s)
+        announced = SimpleNamespace(ask_to_leave=self.asked.append)
+        self.workers = cast(Any, SimpleNamespace(announced=announced))
+        self.contact = IsolationDetector(context, self.workers, lambda: self.contact_s)
 
     def runs_for(self, seconds: float, *, every_s: float = 1.0) -> bool:
         """Whether the node continues."""
@@ -50,6 +56,7 @@ def test_a_node_without_etcd_stops_after_half_of_takeover_s() -> None:
     assert thread.runs_for(TAKEOVER_S / 2)
     assert not thread.runs_for(2.0)
     assert isinstance(thread.status.fatal, StoreUnreachable)
+    assert set(thread.asked) == {"this node has lost etcd"}
 
 
 def test_a_frozen_node_has_time_to_reconnect_to_etcd() -> None:

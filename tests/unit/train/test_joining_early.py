@@ -39,7 +39,7 @@ class Rank:
             current_step=lambda: None,
         )
         self.worlds.attach(cast(Any, SimpleNamespace(send=self._send)))
-        others = ("job", "progress", "scope", "checkpoints", "hooks", "journal")
+        others = ("job", "progress", "scope", "checkpoints", "timer", "hooks", "journal")
         group = SimpleNamespace(device=torch.device("cpu"), build=self._build, may_be_garbage=False)
         lifecycle = SimpleNamespace(
             replica=ModelReplica(ReplicaMesh()),
@@ -49,7 +49,7 @@ class Rank:
         session = SimpleNamespace(
             current=CurrentStep(), group=group, lifecycle=lifecycle, **dict.fromkeys(others)
         )
-        self.strategy = InProcess(cast(Any, session), self.worlds, cast(Any, None), cast(Any, None))
+        self.strategy = InProcess(cast(Any, session), self.worlds, cast(Any, None))
 
     def _send(self, message: Message) -> None:
         self.sent.append(message)

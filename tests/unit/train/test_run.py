@@ -96,10 +96,10 @@ def test_a_complete_job_that_starts_again_repeats_the_code_after_its_last_pass_o
                     break
             return float(scheduler.get_last_lr()[0]), run.state["ends"]
 
-    expected = pytest.approx(0.01 * 0.5**2), 2
-    assert train(2) == expected
-    assert train(2) == expected
-    assert train(3) == (pytest.approx(0.01 * 0.5**3), 3)
+    for epochs in (2, 2, 3):
+        rate, ends = train(epochs)
+        assert rate == pytest.approx(0.01 * 0.5**epochs)
+        assert ends == epochs
 
 
 def test_the_agent_learns_the_planned_number_of_steps(
