@@ -538,12 +538,14 @@ class Leadership:
         limit_s = self._since_s + max(self._context.options.lease_s, ADOPTION_WAIT_S)
         return now < limit_s and bool(self.roster.unregistered(world))
 
-    def _delete_ended(self, entry: WorldEntry, world: WorldRecord | None = None) -> None:
+    def _delete_ended(
+        self, entry: WorldEntry, world: WorldRecord | None, *, is_over: bool = False
+    ) -> None:
         """Delete the records of nodes that have finished or left and are gone, which have no lease,
         unless a decision needs them: also one of a later leader, on a world that this one does not
         know."""
         keys = self._context.keys
-        for node_id in self.roster.unneeded(world):
+        for node_id in self.roster.unneeded(world, is_over=is_over):
             self._context.store.compare_and_delete(
                 keys.node(node_id),
                 expected_revision=None,
@@ -621,7 +623,7 @@ class Leadership:
     def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
         ended = self.writer.end(outcome, reason, exit_code, entry)
         if ended is not None:
-            self._delete_ended(entry)
+            self._delete_ended(entry, None, is_over=True)
             # The job's other keys are those that a node needs to learn of its end, or on leases.
             for key in (self._context.keys.replicas, self._context.keys.hang_verdict):
                 self._context.store.delete(key)

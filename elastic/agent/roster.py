@@ -278,9 +278,10 @@ class Roster:
             known.node.state is NodeState.FINISHED or (known.present and not known.lease_id)
         )
 
-    def unneeded(self, world: WorldRecord | None) -> tuple[str, ...]:
+    def unneeded(self, world: WorldRecord | None, *, is_over: bool = False) -> tuple[str, ...]:
         """Nodes that have finished or left and do not respond, whose records remain although no
-        decision after ``world`` needs them. (None: before the first world, or after the last.)"""
+        decision after ``world`` needs them. (None: before the first world, or after the last.)
+        ``is_over``: also those that respond, or have just stopped: they learn of the job's end."""
         if world is not None and not world.members:
             return ()  # it has not gone on without them
         needed = world.id_set if world is not None else frozenset()
@@ -291,7 +292,7 @@ class Roster:
             and node_id not in needed
             and self._has_ended(node_id)
             and node_id not in self._unresolved
-            and self._liveness.get(node_id) is not Liveness.ALIVE
+            and (is_over or self._liveness.get(node_id) is not Liveness.ALIVE)
         )
 
     @property

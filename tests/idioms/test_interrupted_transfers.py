@@ -37,7 +37,7 @@ def transferred(self, world, agreement):
             changed = weights() != before
             seen.update(some=changed.any(), all=changed.all())
         elif LOSES:
-            self._progress.lose_state()
+            self._progress.lose_state(is_saved=True)
         raise
 
 transfer.ChunkedTransfer.finish_chunk = interrupted
