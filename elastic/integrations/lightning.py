@@ -283,7 +283,7 @@ class Progress:
         self.of_other: Mapping[str, Any] | None = None  # the job's state, if it is of another call
         self.units = 0  # of `run.once`, complete
         self.files: list[str] = []  # that ModelCheckpoint has saved and not removed
-        self.versions: list[Any] = []  # of the loggers
+        self.versions: list[Any] | None = None  # of the loggers, once ranks have agreed on them
         self.entries: list[int] = []  # that each logger was given
         self._restart()
 
@@ -295,7 +295,7 @@ class Progress:
         self._trainer = trainer
         self._callbacks, self._module = trainer.callbacks, trainer.lightning_module
 
-    def begin(self, logged: tuple[list[Any], list[int]]) -> None:
+    def begin(self, logged: tuple[list[Any] | None, list[int]]) -> None:
         """Begin the attached call, with the versions of its loggers and the numbers of entries."""
         self.of_other = None
         self._restart()
@@ -341,7 +341,7 @@ class Progress:
         for name in self._OWN:
             setattr(self, name, state["own"][name])
         self.files, self.metrics = list(state["files"]), dict(state["metrics"])
-        self.versions, self.entries = list(state["versions"]), list(state["entries"])
+        self.versions, self.entries = copied(state["versions"]), list(state["entries"])
         trainer.fit_loop.load_state_dict(state["loops"])
         _continue(trainer.fit_loop)
         trainer.should_stop = state["should_stop"]
@@ -630,11 +630,11 @@ class Logs:
         for save in self._saves:
             save()
 
-    def enter_world(self, versions: list[Any], *, is_resumed: bool) -> None:
+    def enter_world(self, versions: list[Any] | None, *, is_resumed: bool) -> None:
         """Use the version of each logger that the job's first rank 0 has chosen."""
         self._is_resumed |= is_resumed
         self._is_open &= self._trainer.is_global_zero
-        for logger, version in zip(self._trainer.loggers, versions, strict=False):
+        for logger, version in zip(self._trainer.loggers, versions or [], strict=False):
             if "_version" in vars(logger) and logger._version != version:
                 logger._version, logger._experiment = version, None
 
@@ -757,7 +757,7 @@ class Job:
 
     def _register(self, fit: Fit, tracked: dict[str, Any]) -> None:
         self.fit, self._tracked, module = fit, tracked, fit.trainer.lightning_module
-        self.progress.begin(([], []))  # in the first world
+        self.progress.begin((None, []))  # they agree in the first world
         self._run.track(**tracked, averages=self.averages, lightning=self.progress)
         results = OwnResults(module, lambda: self.fit.epochs._results)
         local = {
@@ -776,7 +776,7 @@ class Job:
         self._has_world, self.is_resumed = True, self.is_resumed or is_resumed
         if progress.of_other is not None:
             return  # that call enters it
-        if not progress.versions:
+        if progress.versions is None:
             progress.versions, progress.entries = _logged(fit)
         fit.logs.enter_world(progress.versions, is_resumed=is_resumed)
         if is_resumed and fit.trainer.ckpt_path:

@@ -91,7 +91,11 @@ class Lightning:
         return sorted(path.name for path in saved)
 
     def entries(self, name: str) -> list[dict[str, float]]:
-        (path,) = (self.folder / name).rglob("metrics.csv")
+        paths = list((self.folder / name).rglob("metrics.csv"))
+        if not self.options.get("logger", True):
+            assert not paths
+            return []
+        (path,) = paths
         with path.open() as file:
             return [
                 {key: round(float(v), 9) for key, v in row.items() if v}
@@ -225,6 +229,13 @@ def test_a_second_fit_equals_that_of_plain_lightning(lightning: Make, event: int
 def test_a_node_joins_after_a_death_in_a_sanity_check(lightning: Make) -> None:
     jobs = lightning(epochs=1)
     outcome = jobs.run("join", death=death("validation", 2, 1), is_replaced=True)
+    assert outcome.died_at
+    jobs.assert_as_plain("join", outcome, workers=SIZE)
+
+
+def test_a_node_joins_in_a_second_fit_without_loggers(lightning: Make) -> None:
+    jobs = lightning(logger="", fits=2, epochs=1)
+    outcome = jobs.run("join", death=death("training step", 7, 1), is_replaced=True)
     assert outcome.died_at
     jobs.assert_as_plain("join", outcome, workers=SIZE)
 

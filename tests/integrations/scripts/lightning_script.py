@@ -245,7 +245,9 @@ checkpoint = ModelCheckpoint(
         **OPTIONS["save"],
     }
 )
-callbacks = [recorder, checkpoint, LearningRateMonitor()]
+callbacks = [recorder, checkpoint]
+if OPTIONS["logger"]:
+    callbacks.append(LearningRateMonitor())
 if OPTIONS["patience"]:
     callbacks.append(EarlyStopping("val_loss", patience=OPTIONS["patience"]))
 if OPTIONS["ema"]:
@@ -260,7 +262,7 @@ trainer = pl.Trainer(
         "max_epochs": OPTIONS["epochs"],
         "strategy": strategy(),
         "callbacks": callbacks,
-        "logger": CSVLogger(folder),
+        "logger": CSVLogger(folder) if OPTIONS["logger"] else False,
         "log_every_n_steps": 1,
         "enable_progress_bar": False,
         "enable_model_summary": False,
