@@ -18,6 +18,8 @@ USED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIG
 @pytest.fixture(autouse=True)
 def handlers_are_restored() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in USED}
+    for number in USED:  # nohup and background jobs of a shell ignore some
+        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
