@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.plain_store import plain_store
 
 from elastic.testing.small_world.world import Death, RunOutcome, SmallWorld
 
@@ -36,8 +36,15 @@ def world() -> Iterator[SmallWorld]:
 @functools.cache
 def plain(script: str, *options: str) -> dict[str, torch.Tensor]:
     """The result of the plain framework with three undisturbed ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with plain_store() as environment:
+        said = _said_by_ranks(environment, script, *options)
+    return {
+        n: torch.tensor(v, dtype=torch.float64)
+        for n, v in json.loads(said[0].splitlines()[-1]).items()
+    }
+
+
+def _said_by_ranks(environment: dict[str, str], script: str, *options: str) -> list[str]:
     ranks = [
         subprocess.Popen(
             [sys.executable, str(SCRIPTS / script), "plain", *options],
@@ -49,8 +56,7 @@ def plain(script: str, *options: str) -> dict[str, torch.Tensor]:
                 "LOCAL_RANK": "0",
                 "LOCAL_WORLD_SIZE": "1",
                 "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                **environment,
                 "NCCL_HOSTID": str(rank),  # for ranks that share a GPU
             },
             stdout=subprocess.PIPE,
@@ -60,10 +66,7 @@ def plain(script: str, *options: str) -> dict[str, torch.Tensor]:
     ]
     said = [rank.communicate(timeout=240)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * SIZE
-    return {
-        n: torch.tensor(v, dtype=torch.float64)
-        for n, v in json.loads(said[0].splitlines()[-1]).items()
-    }
+    return said
 
 
 def elastic_run(

@@ -9,7 +9,6 @@ import csv
 import functools
 import importlib.util
 import json
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.plain_store import plain_store
 
 from elastic.testing.small_world.world import STOP, Death, RunOutcome, SmallWorld
 
@@ -70,9 +70,9 @@ class Lightning:
 
     @functools.cached_property
     def plain(self) -> dict[str, torch.Tensor]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        outcome = self.run("plain", size=1, script={"strategy": "ddp", "port": port})
+        with plain_store() as environment:
+            script = {"strategy": "ddp", "environment": environment}
+            outcome = self.run("plain", size=1, script=script)
         outcome.assert_success(workers=1)
         return outcome.survivors[0].result
 

@@ -46,13 +46,12 @@ def fork_ranks():
     ranks = OPTIONS["ranks"]
     os.environ.update(
         WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(OPTIONS["port"]),
         LOCAL_RANK="0",
         GROUP_RANK="0",
         LOCAL_WORLD_SIZE="1",
         TORCHELASTIC_RUN_ID="plain",
         GLOO_SOCKET_IFNAME="lo",
+        **OPTIONS["environment"],
     )
     for rank in range(1, ranks):
         if os.fork() == 0:
