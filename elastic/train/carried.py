@@ -1,6 +1,6 @@
 """Variables whose values a loop carries from step to step, and on which its training depends.
 
-``run.retry`` calls its function again after a death, and a restarted script begins anew, while its
+``run.retry`` calls its function again after a death, and a restarted script begins again, while its
 loops resume. So what a variable kept from the step before is lost: the hidden state of an RNN
 (``out, h = model(x, h)``), a baseline, a temperature that decays, the batch before, a queue of
 keys. Nothing raises an error.
