@@ -1008,6 +1008,7 @@ def _still_stepping(view: View, now: float, policy: Policy) -> Wait | None:
 
 
 def _may_have_entered(node: Node, lineage: Sequence[int]) -> bool:
+    """Whether its workers run the last world with members, or one after it."""
     return node.running is not None and node.running.generation >= max(lineage, default=0)
 
 

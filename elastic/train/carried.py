@@ -167,9 +167,13 @@ def needs_last_iteration(frame: FrameType | None) -> bool:
     end."""
     for one in frames_of_script(frame):
         if one is not None and LIBRARIES not in one.f_code.co_filename:
-            tree, line = tree_of(one), one.f_lineno
-            return any(read_after(tree, loop) for loop in loops_around(tree, line)[-1:])
+            return _needs_last_iteration(tree_of(one), one.f_lineno)
     return False
+
+
+@functools.lru_cache(maxsize=16)  # asked in each pass
+def _needs_last_iteration(tree: ast.AST, line: int) -> bool:
+    return any(read_after(tree, loop) for loop in loops_around(tree, line)[-1:])
 
 
 def read_after(function: ast.AST, loop: Loop) -> set[str]:

@@ -499,6 +499,7 @@ class StepLoop:
         self.end_call_if_over()
         self._session.in_training(True)
         self.end_left_loop(ends_pass=not self.scope.owns_epochs)
+        self._pass_is_read = False  # if a fault has ended the pass
         if self.resumes:
             refuse_count_from_index()
         self._refuse_left_after_commit()
@@ -611,9 +612,9 @@ class StepLoop:
         can_undo = self._session.strategy.can_roll_back and not self._job.is_rebuilt
         return self.resumes and can_undo
 
-    def leave_open(self, loader: ElasticLoader, step: Step) -> bool:
+    def leave_open(self, loader: ElasticLoader, step: Step, *, is_read: bool) -> bool:
         """At the end of the loop over ``loader``: let the code after it belong to the last step, as
-        after `break`, if that step can be undone."""
+        after `break`, if that step can be undone. ``is_read``: no batch of the pass is left."""
         is_open = step is self.current.step and step.optimizer_stepped
         if not is_open or self.current.accumulation.since is not None:
             return False
@@ -622,7 +623,9 @@ class StepLoop:
         if not self._progress.rollback.leave_open():
             return False
         self.current.leave(loader)
-        self._pass_is_read = True
+        self._pass_is_read = is_read
+        # All ranks draw the same numbers after a loop, in each attempt: as after a commit.
+        seed_between_steps(self._job.seed, self.epoch, self.step_number + 2)
         return True
 
     def _leave_held(self) -> None:
@@ -1104,13 +1107,15 @@ def steps(
             if step is loop.left_held:
                 return
             loop.committed_early = None
-            is_open = is_open and loop.lifecycle.world is world and loop.leave_open(loader, step)
-            del step
-            if is_open:
-                next(batches, None)
+            is_open = is_open and loop.lifecycle.world is world
+            if is_open and loop.leave_open(loader, step, is_read=left is None):
+                phases.enter(DATA)
+                if left is None:
+                    next(batches, None)  # its end, so that data workers may begin the next pass
                 phases.enter(SCRIPT)
                 loop.loop_ended()
                 return
+            del step
             if loop.lifecycle.world is not world:
                 raise created_too_early()  # created by an attempt that has ended
             done = loader.position.step + (loop.step_number == number)

@@ -598,9 +598,7 @@ class Rollback:
         self._has_changed = False  # weights changed before an optimizer's update in this step
         self._has_updates = False  # an optimizer has begun an update in this step
         self._updated_at: int | None = None  # collectives begun before it; None: not counted
-        self._left_at: int | None = (
-            None  # collectives begun when the step's loop was left, if it was
-        )
+        self._left_at: int | None = None  # those begun when the loop ended in this step
         # Whether a part of the weights has changed since the last boundary, by any means.
         self.has_part_changed: Callable[[], bool] = _never
         self._own: tuple[torch.Tensor, ...] = ()

@@ -85,6 +85,8 @@ def train():
             optimizer.step()
         run.mean(1, evaluated=0.5)
         die(at, at)
+        with torch.no_grad():
+            network[0].weight.add_(torch.randn_like(network[0].weight), alpha=0.01)
         print(f"epoch {epoch}: {loss.item()}")
 """,
     "a rate that follows the mean loss": """
