@@ -1064,6 +1064,10 @@ class ShardedModule:
         in the global batch, or those of all ranks are equal. Without samples it reads a filler."""
         before = self.reduction.weight
         self._filler.end()
+        if not self.holds_gradients:
+            # An evaluation leaves the outermost part with its unsharded parameters, whose gradients
+            # are None; after a recovery, the script would find its sharded ones.
+            self.reshard()
         if not has_samples and self._fsdp:
             weight = 0.0  # FSDP's reduction multiplies the gradients of each pass
         elif not has_samples:

@@ -152,6 +152,24 @@ def test_gradients_that_sharded_models_keep_for_the_next_step_are_state(
     assert "loss.backward()" in verdict.died_at
 
 
+def test_a_death_in_an_evaluation_keeps_the_gradients_of_the_last_step(runner: Runner) -> None:
+    """A forward pass alone leaves FSDP's outermost part with other parameters."""
+    parts = (BY_LABEL["model:loss inside"], DECAYED, BY_LABEL["evaluation:each epoch"])
+    evaluated = {**DEFAULTS, **{part.kind: part for part in parts}}
+    scenario = Scenario(
+        seed=0,
+        script=Script(tuple(evaluated.values()), sharding=REPLICAS),
+        way=RECOVERED,
+        size=4,
+        rank=3,
+        line="if targets is None:",
+        execution=13,
+    )
+    verdict = runner.run(scenario)
+    assert not verdict.failed, verdict.describe()
+    assert "targets is None" in verdict.died_at
+
+
 LAST_STEP_SKIPPED = (
     *(BY_LABEL[name] for name in ("model:extra state", "loop:next")),
     BY_LABEL["update:every third step skipped"],

@@ -195,8 +195,14 @@ def test_in_process_the_survivors_of_a_broken_replica_restart(job: Job) -> None:
     for node in nodes.values():
         become(node, in_process=True, state=NodeState.READY)
     first, second, third, fourth = (nodes[i] for i in world.node_ids)
-    third.die()
     until_s = time.monotonic() + DEADLINE_S
+    # The records of nodes, and the end of a connection, reach the leader in any order.
+    while (states := first.service.loop.node_states()) is None or states[NodeState.READY] < len(
+        nodes
+    ):
+        assert time.monotonic() < until_s, job.describe()
+        time.sleep(0.005)
+    third.die()
     while (now := job.world()) is None or now.generation == world.generation:
         assert time.monotonic() < until_s, job.describe()
         time.sleep(0.005)
