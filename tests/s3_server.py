@@ -41,7 +41,7 @@ class S3Server:
     def bucket(self, name: str) -> str:
         request = Request(f"{self.url}/{name}", method="PUT")
         request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=loopback/1/us-east-1/s3/x")
-        with urlopen(request, timeout=10):
+        with urlopen(request, timeout=120):
             return name
 
     @property

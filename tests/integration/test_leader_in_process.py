@@ -48,6 +48,9 @@ from elastic.testing.waiting import eventually
 from elastic.tuning.options import AgentOptions
 from elastic.wire.messages import Cause, WorldReference, WorldState
 
+# The last call waits until ``max_nodes`` are there, however slow the machine is.
+FULL = replace(OPTIONS, last_call_s=60.0, join_timeout_s=120.0)
+
 
 class InProcess(TestNode):
     """A node whose workers report what the test specifies."""
@@ -199,8 +202,7 @@ def test_workers_that_have_trained_keep_their_processes_although_a_key_is_late(
     server: MemoryServer, start: Start
 ) -> None:
     """etcd is distant: a node dies before the leader learns that another one is ready."""
-    options = replace(OPTIONS, last_call_s=1.0)
-    nodes = [start(options=options) for _ in range(3)]
+    nodes = [start(options=FULL, max_nodes=3) for _ in range(3)]
     first = generation(server, 1)
     for node in nodes:
         node.enter()
@@ -219,8 +221,7 @@ def test_a_death_restarts_all_members_at_once_if_their_workers_keep_no_process(
     server: MemoryServer, start: Start
 ) -> None:
     """Those of a script without run.retry report their steps, too."""
-    options = replace(OPTIONS, last_call_s=1.0)
-    nodes = [start(options=options) for _ in range(3)]
+    nodes = [start(options=FULL, max_nodes=3) for _ in range(3)]
     generation(server, 1)
     for node in nodes:
         node.enter()
@@ -608,8 +609,8 @@ def test_nodes_start_at_once_after_all_members_have_left_with_their_hosts(
     server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As pods do that are scaled to none and back: no port refuses connections."""
-    options = replace(OPTIONS, takeover_s=300.0)
-    nodes = trio(server, start, options=options)
+    options = replace(FULL, takeover_s=300.0)
+    nodes = trio(server, start, options=options, max_nodes=3)
     members_run(server, nodes, world_in(server))
     silence(monkeypatch, *nodes)
     for node in nodes:
@@ -619,7 +620,7 @@ def test_nodes_start_at_once_after_all_members_have_left_with_their_hosts(
         node.service.close()
     left = [node_in(server, node) for node in nodes if MemoryStore(server).get(KEYS.node(node.id))]
     assert all(n.running is None for n in left)
-    fresh = [start(options=options) for _ in range(3)]
+    fresh = [start(options=options, max_nodes=3) for _ in range(3)]
     eventually(lambda: set(world_in(server).node_ids) == {node.id for node in fresh})
     # Their records are not needed any more.
     eventually(lambda: not any(MemoryStore(server).get(KEYS.node(node.id)) for node in nodes))
@@ -715,7 +716,7 @@ def replaced(
     return nodes, slow, world
 
 
-EXCLUDE = replace(OPTIONS, last_call_s=60.0, join_timeout_s=120.0, straggler_action="exclude")
+EXCLUDE = replace(FULL, straggler_action="exclude")
 
 
 def test_a_straggler_trains_until_the_switch_and_then_becomes_a_spare(
@@ -741,9 +742,7 @@ def test_a_straggler_that_misses_the_boundary_is_terminated(
 
 
 def test_a_straggler_stays_in_the_world_by_default(server: MemoryServer, start: Start) -> None:
-    nodes = trio(
-        server, start, options=replace(OPTIONS, last_call_s=60.0, join_timeout_s=120.0), max_nodes=3
-    )
+    nodes = trio(server, start, options=FULL, max_nodes=3)
     find_straggler(nodes, nodes[1])
     spare = start(options=OPTIONS, max_nodes=3).ready()
     eventually(lambda: any("the world is full" in said for n in nodes for said in waits(n)))

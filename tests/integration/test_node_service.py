@@ -951,7 +951,7 @@ def test_a_job_goes_on_although_its_world_was_edited(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     """The record names other members, which are proved dead as any others."""
-    for node in trio(start):
+    for node in trio(start, min_nodes=3):
         node.die()
     world = world_in(server)
     strangers = [
@@ -964,7 +964,7 @@ def test_a_job_goes_on_although_its_world_was_edited(
         for member in world.members
     ]
     MemoryStore(server).put(KEYS.world, encode(replace(world, members=tuple(strangers))))
-    nodes = [start().arrive() for _ in range(3)]
+    nodes = [start(min_nodes=3).arrive() for _ in range(3)]
     worlds = [node.enter() for node in nodes]
     assert {w.generation for w in worlds} == {world.generation + 1}
     assert set(worlds[0].node_ids) == {node.id for node in nodes}
