@@ -48,10 +48,14 @@ from checkpoints.tree import Node
 def committed_names(storage: Storage) -> list[CheckpointName]:
     """Names of the committed checkpoints, newest first by (generation, step)."""
     try:
-        folders = storage.list("")
+        return committed_in(storage.list(""))
     except FileNotFoundError:
         return []
-    names = [name for name in map(parse_committed, folders) if name is not None]
+
+
+def committed_in(entries: Iterable[str]) -> list[CheckpointName]:
+    """The committed checkpoints among the entries of a root, newest first."""
+    names = [name for name in map(parse_committed, entries) if name is not None]
     return sorted(names, key=lambda name: name.age_order, reverse=True)
 
 

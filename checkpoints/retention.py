@@ -13,7 +13,13 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from checkpoints.commit import IncompleteAttempt, committed_names, read_manifest, world_size_of
+from checkpoints.commit import (
+    IncompleteAttempt,
+    committed_in,
+    committed_names,
+    read_manifest,
+    world_size_of,
+)
 from checkpoints.errors import LoadError, ReadFailed, UnsupportedFormat
 from checkpoints.manifest import Manifest, without_tensors
 from checkpoints.names import (
@@ -133,9 +139,9 @@ def after_commit(
             notes.append(f"{name} is committed, but {what} failed: {error!r}")
 
     with noted("listing older checkpoints"):
-        # A listing may show a new name after a delay.
-        listed = {name, *committed_names(patient(storage))}
-        names = sorted(listed, key=lambda n: n.age_order, reverse=True)
+        # Once: an object store lists the objects of each checkpoint.
+        entries = patient(storage).list("")
+        names = committed_in({str(name), *entries})  # a new name may be listed after a delay
         with noted(f"writing {LATEST}"):
             _point_latest(storage, names[0])
         notes += filter(None, (_newer_run(names[0], name), history.note_other_runs(names, name)))
@@ -147,7 +153,7 @@ def after_commit(
                 with noted(f"removing {old}"):
                     remove_committed(storage, old)
         history.forget_others(set(names))
-        for folder in _superseded(patient(storage).list(""), name):
+        for folder in _superseded(entries, name):
             with noted(f"removing {folder}"):
                 storage.remove_folder(folder)
     return tuple(notes)

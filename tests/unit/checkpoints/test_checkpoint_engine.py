@@ -397,6 +397,7 @@ def test_retention_reads_no_manifest_twice() -> None:
             assert save(engine, state(1.0), step, WriterGroup(nonce="aa")).notes == ()
             calls = storage.calls[before:]
             read_per_save.append(sum(c.startswith("open step-") for c in calls))
+            assert calls.count("list ") == 1, "an object store then lists each checkpoint"
     # LatestN keeps 30 and the first save reads what it has not written. Nothing is read later.
     assert read_per_save[0] > 0 and set(read_per_save[1:]) == {0}
     assert 3 in [info.step for info in checkpoints.list_checkpoints(storage)], "the best one"
