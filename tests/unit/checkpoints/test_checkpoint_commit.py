@@ -242,6 +242,16 @@ def test_a_manifest_that_would_not_be_read_is_not_committed(
     assert found.checkpoint is not None and found.checkpoint.step == 1 and found.skipped == ()
 
 
+def test_shares_that_lack_a_part_of_a_tensor_are_not_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = MemoryStorage()
+    assert not _save(storage, 0, 2).committed
+    monkeypatch.setattr("checkpoints.saving.share_of", lambda *_: ())
+    saved = _save(storage, 1, 2)
+    assert not saved.committed and "do not form a valid checkpoint" in saved.notes[0]
+
+
 def test_a_state_of_too_many_tensors_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
