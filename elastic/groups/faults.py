@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from elastic.errors import ElasticError, WorldLost
+from elastic.errors import ElasticError, NoWorld, WorldLost
 from elastic.telemetry.events import WorldFault
 from elastic.telemetry.journal import EventSink, Position
 from elastic.tracebacks import described, members, shorten
@@ -143,11 +143,11 @@ _NO_GROUP = "Default process group has not been initialized"
 # torch's error for init_process_group() under plain Python, after elastic.join().
 _NO_LAUNCHER = "Error initializing torch.distributed using env:// rendezvous"
 _NO_GROUP_YET = (
-    "elastic: run.retry or the first loop creates the process group; init_process_group() may be "
-    "called after elastic.join(), not before.\n"
+    "run.retry or the first loop creates the process group; init_process_group() may be called "
+    "after elastic.join(), not before.\n"
     "  run.wrap(model) replaces DistributedDataParallel(model);\n"
     "  DataLoader(dataset, shuffle=True) in run.loader(…) replaces DistributedSampler;\n"
-    "  run.world.rank, run.world.size and run.is_main are the rank inside the training function\n"
+    "  run.world.rank, run.world.size and run.is_main are the rank inside the training function"
 )
 
 
@@ -213,6 +213,8 @@ class FailureHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        error = _explained(error)
+        kind = type(error)
         if not self.failed:
             self._on_uncaught(error)
         other = self._others.pop() if self._others else sys.__excepthook__
@@ -220,9 +222,6 @@ class FailureHook:
             other(kind, error, trace)
         else:
             self._report_lost_peers(error, self._journal)
-        text = described(error)
-        if _NO_GROUP in text or _NO_LAUNCHER in text:
-            sys.stderr.write(_NO_GROUP_YET)
 
     def _on_uncaught(self, error: BaseException) -> None:
         self._describe(error)
@@ -293,6 +292,16 @@ def shortened(error: BaseException, text: str) -> str:
     """The error's text, after the frames of the script that led to it."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     return shorten(f"Traceback (most recent call last):\n{frames}{text}")
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Torch's error about a missing process group as a refusal with the remedy, which ends the job
+    at once; every other error as it is."""
+    text = described(error)
+    if _NO_GROUP not in text and _NO_LAUNCHER not in text:
+        return error
+    refusal = NoWorld(text.partition(", please make sure")[0], hint=_NO_GROUP_YET)
+    return refusal.with_traceback(error.__traceback__)
 
 
 def _exit_code_of(error: BaseException) -> int:

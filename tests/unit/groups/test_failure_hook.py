@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic.errors import CheckpointRequired
 from elastic.groups.faults import FailureHook
+from elastic.membership.failures import REFUSED, Action, FailureFacts, judge_failure
 
 
 class Process:
@@ -161,3 +163,16 @@ def test_reporting_an_exception_leaves_its_traceback_as_it_was(process: Process)
     trace = error.__traceback__
     fail(error)
     assert error.__traceback__ is trace
+
+
+def test_a_missing_process_group_is_a_refusal_with_the_remedy(process: Process) -> None:
+    """`dist.get_rank()` at the top of a script: every start would fail in the same way."""
+    with pytest.raises(ValueError, match="not been initialized") as missing:
+        torch.distributed.get_rank()
+    fail(missing.value)
+    ((text, code),) = process.reported
+    verdict = judge_failure(FailureFacts(text=text, exit_code=code))
+    assert (verdict.action, verdict.rule) == (Action.STOP, REFUSED)
+    assert "not been initialized" in str(verdict) and "make sure to call" not in str(verdict)
+    assert str(verdict).splitlines()[-1].lstrip().startswith("run.world.rank, run.world.size")
+    assert (process.recorded() or "").endswith("inside the training function")
