@@ -576,9 +576,8 @@ class Leadership:
                 if written is not None:
                     self._waiting_reason = ""
                 return written, again_s
-            case End(outcome=Outcome.FAILURE):
-                # Paused for join_timeout_s. Each waiting node ends with that error; `done` is not
-                # written, so that a later start under the same id continues the job.
+            case End(is_final=False):
+                # Paused for join_timeout_s. Each waiting node ends with that error.
                 return None, now + RECHECK_S
             case End():
                 ended = self._end(decision.outcome, decision.reason, decision.exit_code, entry)

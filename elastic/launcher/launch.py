@@ -891,12 +891,19 @@ class Launch:
             raise self.leaving.end()
         # A parking node waits without a limit: if it ended, it would be restarted for nothing.
         patience_s = math.inf if self._options.park else FINISH_WITHOUT_STORE_S
-        if self.service.finish(patience_s=patience_s) is None:
+        done = self.service.finish(patience_s=patience_s)
+        if done is None:
             self._log.warning(
                 "the workers of this node succeeded, and it leaves without waiting for the other "
                 "nodes: the end of the job cannot be recorded: %s",
                 self.service.status.store_problem or "the thread elastic-node has ended",
             )
+        elif done.exit_code != 0:
+            # Of another node's workers: a launcher that sees a 0 would take the job for done.
+            try:
+                self.service.status.raise_if_failed()
+            except ElasticError as error:
+                raise ending(error, self._launcher) from error
 
     def _close(self) -> None:
         self.leaving.phase = LauncherPhase.CLOSING

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elastic.errors import JobFailed
 from elastic.membership.records import (
     BreakageRecord,
     Member,
@@ -25,6 +26,7 @@ from elastic.membership.replicas import (
     whole_replicas,
 )
 from elastic.membership.view import (
+    BEFORE_RUNNING,
     Decision,
     End,
     Liveness,
@@ -736,7 +738,8 @@ class SurvivingWorld:
         needed = f"paused with {survivors} of at least {self.world.min_nodes} nodes"
         if self.now >= until:
             reason = f"{needed}, and too few arrived within {self.policy.join_timeout_s:g} s"
-            return End(outcome=Outcome.FAILURE, reason=also(reason, candidates), exit_code=1)
+            reason = also(reason, candidates)
+            return End(outcome=Outcome.FAILURE, reason=reason, exit_code=1, is_final=False)
         wake = until if candidates.admissible_from_s is None else candidates.admissible_from_s
         if waiting := self._incomplete(candidates.eligible):
             needed += f"; {waiting}"
@@ -836,6 +839,8 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
         return _first_world(view, now, policy)
     view = overdue_as_missing(view, now, policy)
     status = classify_members(view, world)
+    if (unfinished := _finish_again(view, status, now, policy)) is not None:
+        return unfinished
     if status.over:
         return _still_ending(view, now, policy) or _success(status)
     if status.unneeded:
@@ -911,9 +916,42 @@ def _replacing(status: MemberStatus, now: float, policy: Policy) -> Wait | None:
 
 
 def _success(status: MemberStatus) -> End:
+    return End(outcome=Outcome.SUCCESS, reason=_why_over(status), exit_code=0)
+
+
+def _why_over(status: MemberStatus) -> str:
     who = listed(status.finished or status.ended)
-    sentences = [f"{who} finished", *status.sentences]
-    return End(outcome=Outcome.SUCCESS, reason="; ".join(sentences), exit_code=0)
+    return "; ".join([f"{who} finished", *status.sentences])
+
+
+def _finish_again(
+    view: View, status: MemberStatus, now: float, policy: Policy
+) -> Proposal | Wait | End | None:
+    """All nodes have finished but some that failed in the script's code after the last step, such
+    as the one that saves the model: they execute it again, from the last checkpoint. As under
+    torchrun, the job has failed if none of them restarts its workers."""
+    if not status.unfinished or status.running or status.out:
+        return None
+    world, who = status.world, listed(status.unfinished)
+    candidates = find_joining_nodes(view, world, now, in_process=False)
+    arranged = arrange(
+        *(None, (), candidates.eligible),
+        per_replica=world.nodes_per_replica,
+        max_nodes=world.max_nodes,
+    )
+    reason = f"{_why_over(status)}; {who} failed before the end of the script"
+    if arranged.nodes:
+        if status.went_on:
+            return None  # the members that are gone were training
+        return propose(view, world, arranged.nodes, Cause.FAILURE, reason)
+    restarting = [
+        n for n in view.nodes if n.node.name in status.unfinished and n.node.state in BEFORE_RUNNING
+    ]
+    until_s = max((n.state_since_s for n in restarting), default=0.0) + policy.join_timeout_s
+    if restarting and now < until_s:
+        return Wait(reason=also(reason, candidates), until_s=until_s)
+    failed = End(outcome=Outcome.FAILURE, reason=reason, exit_code=JobFailed.exit_code)
+    return _still_ending(view, now, policy) or failed
 
 
 def _first_world(view: View, now: float, policy: Policy) -> Proposal | Wait:

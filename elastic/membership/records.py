@@ -432,6 +432,11 @@ class Node:
         return self.running.generation if self.running is not None else self.ran_generation
 
     @property
+    def has_failed(self) -> bool:
+        """Whether its workers have failed since they were last started."""
+        return self.failure is not None or self.failure_exit_code is not None
+
+    @property
     def outlives_lease(self) -> bool:
         """Whether the key has no lease. A later leader would otherwise take a node that has
         finished for lost, and interrupt the others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -54,6 +54,10 @@ CUT_OFF_S = 3.0
 # The leader's view, and its possible decisions: the arguments and results of ``decide``.
 #
 # All times are seconds on the caller's monotonic clock.
+
+
+# Without a world that it runs: the node's workers are about to be in one.
+BEFORE_RUNNING = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
 
 
 class Liveness(Enum):
@@ -201,6 +205,7 @@ class End:
     outcome: Outcome
     reason: str
     exit_code: int
+    is_final: bool = True  # False: not recorded, so that a later start under this id continues
 
 
 Decision = Proposal | Wait | End
@@ -226,6 +231,7 @@ class Gone:
     # If not proved: the node ids of each group in which it may still step.
     groups: tuple[frozenset[str], ...] = ()
     is_overdue: bool = False  # it renews its lease, but has been silent for too long
+    failed: bool = False  # its workers failed, and its agent does not restart them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +250,9 @@ class MemberStatus:
     ended_before_s: tuple[float, ...]  # since when the finished nodes that are not members have
     peers: frozenset[str]  # the members that the finished ones ran with, if still reported
     went_on: bool  # a member has run a later world than those that finished
+    # Names of the nodes whose workers failed after others had finished the same training, in the
+    # script's code after the last step, and of the members that failed for good.
+    unfinished: tuple[str, ...]
     absent: tuple[str, ...]  # names of members that finished before they could enter this world
     failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
     in_groups: frozenset[str]  # ids of all present nodes whose workers run a world, members or not
@@ -442,6 +451,7 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         ended_before_s=tuple(n.state_since_s for n in ended_nodes if n.node.node_id not in members),
         peers=_peers_of_finished(view),
         went_on=_has_gone_on(view, world),
+        unfinished=_unfinished(view, world, gone, finished) if finished else (),
         absent=tuple(absent),
         failure_reports=_failure_reports(view, world, running),
         in_groups=frozenset(
@@ -499,12 +509,11 @@ def all_entered(view: View) -> View:
     world = view.world
     if world is None:
         return view
-    before = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
 
     def entered(n: NodeView) -> NodeView:
         node, running = n.node, n.node.running
         is_current = node.in_process and running and running.generation >= world.generation
-        has_left = node.arrived_for >= world.generation or node.state not in before
+        has_left = node.arrived_for >= world.generation or node.state not in BEFORE_RUNNING
         if is_current or has_left or node.node_id not in world.id_set:
             return n
         return replace(n, node=replace(node, state=NodeState.READY, in_process=True, running=world))
@@ -562,6 +571,29 @@ def _has_gone_on(view: View, world: WorldRecord) -> bool:
         if max(ran or 0, member.ran_generation or 0) > last:
             return True
     return False
+
+
+def _unfinished(
+    view: View, world: WorldRecord, gone: Sequence[Gone], finished: Sequence[str]
+) -> tuple[str, ...]:
+    """See :attr:`MemberStatus.unfinished`. Survivors in process exclude a node that fails, and are
+    never in that world if they only had to end: then its work after the last step is not theirs."""
+    names = {member.node_id: member.name for member in world.members}
+    failed = {names[g.node_id]: None for g in gone if g.failed}
+    groups = (n.node.running for n in view.nodes if n.node.state is NodeState.FINISHED)
+    last = max((g for g in groups if g is not None), key=lambda g: g.generation, default=None)
+    if last is not None and not _has_gone_on(view, world):
+        ids = group_of(last) or ()
+        failed |= {
+            n.node.name: None
+            for n in view.nodes
+            if n.node.node_id in ids and n.node.has_failed and n.node.state in BEFORE_RUNNING
+        }
+        # The record of a node that is gone may have been deleted.
+        broken = (b for b in world.breakages if b.generation == last.generation)
+        by_name = (f.node for b in broken for f in b.failures)
+        failed |= {name: None for name in by_name if name not in finished}
+    return tuple(failed)
 
 
 def _peers_of_finished(view: View) -> frozenset[str]:
@@ -637,6 +669,7 @@ def _gone(n: NodeView) -> Gone | None:
         sentence=sentence,
         proved=True,
         last_sign_s=n.state_since_s,
+        failed=n.node.state is NodeState.FAILED and n.node.has_failed,
     )
 
 

@@ -27,7 +27,14 @@ from kit.membership_nodes import (
 )
 
 from elastic.membership.decision import decide, refusal, waiting_nodes, world_of
-from elastic.membership.records import Done, NodeState, Outcome, WorldRecord
+from elastic.membership.records import (
+    BreakageRecord,
+    Done,
+    FailureRecord,
+    NodeState,
+    Outcome,
+    WorldRecord,
+)
 from elastic.membership.view import End, MissingMember, NodeView, Proposal, View, Wait
 from elastic.wire.messages import Cause, WorldState
 
@@ -753,6 +760,66 @@ def test_no_member_waits_for_one_that_finished_before_it_entered_the_world() -> 
     assert named(proposal(view(v.world, seen(failed), gone=[exited]))) == ["n2"]
     calm = view(world("n2", generation=9), seen(n1), seen(failed))
     assert "runs on n2" in wait(calm).reason
+
+
+N1_FAILED = BreakageRecord(
+    generation=7,
+    lived_s=9.0,
+    steps=9,
+    failures=(FailureRecord(node="n1", text="OSError: no space", exit_code=1),),
+    lost=(),
+    time_s=0.0,
+)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_what_failed_after_the_last_step_runs_again(in_process: bool) -> None:
+    """n1 saves the model, its script raises, and the others, whose workers are about to exit, go on
+    without it in process: they finish in the world that they had with it."""
+    group = world("n1", "n2", "n3", limits=(3, 3))
+    done = [seen(node(n, NodeState.FINISHED, running=group, limits=(3, 3))) for n in ("n2", "n3")]
+    failed = node("n1", arrived_for=7, failure="OSError: no space", exit_code=1, limits=(3, 3))
+    warms_up = replace(failed, state=NodeState.STARTING)
+    ready = replace(failed, state=NodeState.READY, in_process=True)
+    after = replace(
+        world("n2", "n3", generation=8, state=PAUSED, mode="in-process", limits=(3, 3)),
+        breakages=(N1_FAILED,),
+    )
+    p = proposal(view(after, *done, seen(ready if in_process else failed)))
+    assert (named(p), p.state, p.mode) == (
+        ["n1"],
+        WorldState.ACTIVE,
+        "in-process" if in_process else "restart",
+    )
+    assert p.reason == "n2, n3 finished; n1 failed before the end of the script"
+    limit_s = NOW - 50 + POLICY.join_timeout_s
+    assert wait(view(after, *done, seen(warms_up))).until_s == limit_s
+    again = world("n1", generation=9, limits=(3, 3))
+    runs_again = seen(replace(failed, state=NodeState.STARTING, running=again))
+    assert "runs on n1" in wait(view(again, *done, runs_again)).reason
+    assert named(proposal(view(again, *done, seen(replace(failed, arrived_for=9))))) == ["n1"]
+    finished = seen(node("n1", NodeState.FINISHED, running=again))
+    end = decide(view(again, *done, finished), NOW, POLICY)
+    assert isinstance(end, End) and end.outcome is Outcome.SUCCESS
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+def test_a_script_that_fails_after_the_last_step_fails_the_job_if_it_is_not_restarted(
+    excluded: bool,
+) -> None:
+    """--max-restarts=0: n1 leaves, and its record remains if it is a member."""
+    group = world("n1", "n2")
+    finished = seen(node("n2", NodeState.FINISHED, running=group))
+    failed = seen(
+        node("n1", NodeState.FAILED, arrived_for=7, failure="OSError: no space", exit_code=1)
+    )
+    after = replace(world("n2", generation=8, state=PAUSED), breakages=(N1_FAILED,))
+    v = view(after, finished) if excluded else view(group, finished, failed)
+    end = decide(v, NOW, POLICY)
+    assert isinstance(end, End) and (end.outcome, end.exit_code) == (Outcome.FAILURE, 1)
+    assert end.is_final and "n1 failed before the end of the script" in end.reason
+    spare = replace(v, nodes=(*v.nodes, arrived("n3")))
+    assert named(proposal(spare)) == ["n3"]
 
 
 def test_no_decision_after_the_end_of_the_job() -> None:
