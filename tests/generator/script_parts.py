@@ -2017,7 +2017,12 @@ LOGS = (
             run.state["summed"][name] += total
         """,
         result='**leaves("summed", run.state["summed"])',
-        excludes=("evaluation:each epoch",),  # computes LOSS outside of steps
+        excludes=(  # they compute LOSS outside of steps
+            "evaluation:each epoch",
+            "between:once at the epoch's end",
+            "between:once at the epoch's end, with a place",
+            "between:once after a commit at the epoch's end",
+        ),
     ),
     Part(
         kind="log",
