@@ -473,9 +473,9 @@ def unread_tasks(loader: DataLoader[Any]) -> tuple[Any, ...]:
     return tuple(getattr(loader._iterator, "_index_queues", ()))
 
 
-def watch_batches(enter: Callable[[], Any], leave: Callable[[Any], object]) -> None:
-    """Call ``enter`` before any DataLoader of this process waits for its data workers, and
-    ``leave`` with what it returned afterwards.
+def watch_batches(enter: Callable[[Any], Any], leave: Callable[[Any], object]) -> None:
+    """Call ``enter`` with the iterator before any DataLoader of this process waits for its data
+    workers, and ``leave`` with what it returned afterwards.
 
     It waits for a batch, and, before another pass, for kept workers to end the former one. (That
     they are started does not count: pickling a data set may take minutes.)
@@ -486,7 +486,7 @@ def watch_batches(enter: Callable[[], Any], leave: Callable[[Any], object]) -> N
 
     @functools.wraps(next_batch)
     def watched_next(iterator: Any) -> Any:
-        before = enter()
+        before = enter(iterator)
         try:
             return next_batch(iterator)
         finally:
@@ -497,7 +497,7 @@ def watch_batches(enter: Callable[[], Any], leave: Callable[[Any], object]) -> N
         if first_iter:
             reset(iterator, loader, first_iter)
             return
-        before = enter()
+        before = enter(iterator)
         try:
             reset(iterator, loader, first_iter)
         finally:

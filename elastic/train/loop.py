@@ -40,6 +40,7 @@ from elastic.train.reading import (
     Consumer,
     CountedRates,
     EarlierGenerators,
+    OtherLoaders,
     ReadingAhead,
     consumer_of,
     created_too_early,
@@ -437,6 +438,7 @@ class StepLoop:
         self.early_leave = early_leave
         self.reading_ahead = ReadingAhead()
         self.generators = EarlierGenerators()
+        self.other_loaders = OtherLoaders(lambda: self.step_number if self.resumes else None)
         self._has_warned_of_counts = False
         self.left_held: Step | None = None  # its iterator ends if the script requests more
         self.committed_early: Step | None = None  # by run.commit(), and nothing was requested since

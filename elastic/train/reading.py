@@ -4,14 +4,16 @@ generator that is older than the call of the training function."""
 from __future__ import annotations
 
 import dis
+import functools
 import gc
 import inspect
 import itertools
 import operator
 import sys
+import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType, FunctionType, GeneratorType
@@ -22,6 +24,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from torch.utils.hooks import RemovableHandle
 
+from elastic import torch_private
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
 
@@ -436,3 +439,70 @@ def _generators(frame: FrameType | None) -> list[FrameType]:
         frames.append(frame)
         frame = frame.f_back
     return frames
+
+
+# ----------------------------------------------------------------------------
+# Refuses other DataLoaders that the script reads beside the one of the job.
+#
+# ``zip(loader, unlabelled)`` and ``next(others)``, with ``others = itertools.cycle(unlabelled)``:
+# where the loop resumes, the other DataLoader begins again, and the next steps train on batches of
+# others. One that begins and ends within a step, as an evaluation does, has no position to lose.
+
+OTHER_LOADER = "DataLoader"  # for run.untracked
+
+
+class OtherLoaders:
+    """Watches the iterators of all DataLoaders of this process. One per process.
+
+    ``step``: the number of the current or next step; None where no loop can resume.
+    """
+
+    def __init__(self, step: Callable[[], int | None]) -> None:
+        self._step = step
+        self._read_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._is_off = False
+        _WATCHING.add(self)
+        _watch()
+
+    def ignore(self, names: Collection[str]) -> None:
+        """The script keeps their positions itself, or does not need them."""
+        self._is_off = self._is_off or OTHER_LOADER in names
+
+    def requested(self, iterator: object) -> None:
+        """Called before each batch of any DataLoader. Raises TrainingError if the script has read
+        batches of this iterator in an earlier step."""
+        step = None if self._is_off or not torch.is_grad_enabled() else self._step()
+        if step is None or threading.current_thread() is not threading.main_thread():
+            return
+        first = self._read_in.setdefault(iterator, step)
+        if first != step and not _is_read_by_job(sys._getframe(1)):
+            raise TrainingError(
+                f"a DataLoader that is not part of the job is read in step {first} and in step "
+                f"{step}: where the loop resumes after a fault, it begins again, and the next "
+                "steps would train on other batches",
+                hint="other = run.loader(DataLoader(…)), which advances with the first loader:\n"
+                "    for batch, more in zip(loader, other):\n"
+                "  or, if it begins again at its end, more = next(others), with\n"
+                "    def endless(loader):\n        while True:\n            yield from loader\n"
+                "    others = endless(other)\n"
+                f"  or run.untracked({OTHER_LOADER!r}) before training, if it need not be exact",
+            )
+
+
+_WATCHING: weakref.WeakSet[OtherLoaders] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch() -> None:
+    def enter(iterator: object) -> None:
+        for each in _WATCHING:
+            each.requested(iterator)
+
+    torch_private.watch_batches(enter, lambda _: None)
+
+
+def _is_read_by_job(frame: FrameType | None) -> bool:
+    """Whether a loader of the job requests the batch, maybe through a wrapper."""
+    while frame is not None and frame.f_globals.get("__name__") != "elastic.train.loader":
+        frame = frame.f_back
+    return frame is not None

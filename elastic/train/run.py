@@ -1135,6 +1135,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         ``run.untracked("self.meter")``.
         """
         self._parts.changes.ignore(names)
+        self._parts.loop.other_loaders.ignore(names)
 
     # -- data ---------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ def _offer_stacks() -> stacks.StackSource:
 
 @functools.cache
 def _watch_batches() -> None:
-    torch_private.watch_batches(phases.enter_batch, phases.enter)
+    torch_private.watch_batches(lambda _: phases.enter_batch(), phases.enter)
 
 
 # ----------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def test_waits_for_kept_data_workers_are_watched_between_passes_too(
     ):
         monkeypatch.setattr(kind, name, getattr(kind, name))  # restored afterwards
     waits: list[str] = []
-    torch_private.watch_batches(lambda: waits.append("begin"), lambda _: waits.append("end"))
+    torch_private.watch_batches(lambda _: waits.append("begin"), lambda _: waits.append("end"))
     one = elastic()
     for number in range(2):
         passed = one.batches(0, 1, keeps_workers=True)

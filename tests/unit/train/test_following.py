@@ -469,3 +469,40 @@ def test_itertools_cycle_is_rejected_with_an_alternative() -> None:
         done = script(run)
         with pytest.raises(TrainingError, match=r"itertools.cycle\(loader\)"):
             next(itertools.cycle(done.first.loader))
+
+
+PLAIN = DataLoader(TensorDataset(torch.arange(24.0)), batch_size=2)
+BESIDE: dict[str, Callable[[Script], object]] = {
+    "zip": lambda it: [it.train(*b, u) for b, u in zip(it.first.loader, PLAIN, strict=False)],
+    "cycle": lambda it: [
+        it.train(*b, u) for b, u in zip(it.first.loader, itertools.cycle(PLAIN), strict=False)
+    ],
+    "an iterator": lambda it: (
+        lambda others: [it.train(*batch, next(others)) for batch in it.first.loader]
+    )(iter(PLAIN)),
+    "a shard": lambda it: [
+        it.train(*b, u) for b, u in zip(it.first.loader, it.run.shard(PLAIN), strict=False)
+    ],
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_loader_that_is_not_part_of_the_job_is_not_read_across_steps(
+    beside: str, tmp_path: Path
+) -> None:
+    with process(tmp_path) as run:
+        with pytest.raises(TrainingError, match="is read in step 0 and in step 1") as no:
+            BESIDE[beside](script(run))
+        assert "run.loader(DataLoader(…))" in no.value.hint
+    with process() as run:
+        BESIDE[beside](script(run))  # without checkpoints, no loop resumes
+
+
+def test_a_loader_that_is_not_part_of_the_job_may_be_read_within_a_step(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        done = script(run)
+        for x, y in done.first.loader:
+            done.train(x, y, *PLAIN)
+    with process(tmp_path / "other") as run:
+        run.untracked("DataLoader")
+        BESIDE["zip"](script(run))
