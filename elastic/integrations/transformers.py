@@ -840,16 +840,26 @@ class _InProcess:
         return self.elastic_run.once("evaluation", evaluate, *args, **options)
 
     def predict(self, *args: Any, **options: Any) -> Any:
-        """See Trainer, and :meth:`evaluate`."""
+        """See Trainer, and :meth:`evaluate`. A rank that joins later, when the others have their
+        predictions, predicts all samples itself."""
         predict = super().predict  # type: ignore[misc]
-        if self._loop is None:
+        if self.is_in_train:
+            return predict(*args, **options)
+        outputs: list[Any] = []  # arrays: too large for the job's state
+
+        def keep() -> None:
+            outputs[:] = [predict(*args, **options)]
+
+        if self._loop is not None:
+            self.elastic_run.once("prediction", keep)
+        if not outputs:
             with self._alone():
-                return predict(*args, **options)
-        return self.elastic_run.retry(predict, *args, is_last=False, **options)
+                keep()
+        return outputs[0]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Before the first world there are no other ranks."""
+        """Evaluate without other ranks, as before the first world."""
         state = PartialState()
         size, kind = state.num_processes, state.distributed_type
         set_state(num_processes=1, distributed_type=DistributedType.NO)

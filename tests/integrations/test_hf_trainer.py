@@ -216,6 +216,34 @@ def test_an_evaluation_before_training_is_that_at_its_start(runs: Runs) -> None:
         assert facts["before"] == pytest.approx(facts["log"][0]["eval_loss"], abs=1e-12)
 
 
+# Of the data sets' sizes, one leaves the ranks uneven shares.
+PREDICTIONS: dict[str, Any] = {"predicts": [17, 18], "args": {"num_train_epochs": 1}}
+
+
+@pytest.mark.parametrize(
+    ("event", "rank", "is_replaced"),
+    [
+        pytest.param(2, 0, False, marks=pytest.mark.slow),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        (4, 0, True),  # in the second call: the first is complete when a node joins
+    ],
+)
+def test_every_rank_gets_all_predictions(
+    runs: Runs, event: int, rank: int, is_replaced: bool
+) -> None:
+    death = at("AN EVALUATED BATCH", rank=rank, event=event)
+    ran = runs.run("elastic", PREDICTIONS, death=death, is_replaced=is_replaced)
+    assert ran.outcome.died_at, ran.outcome.describe()
+    ran.outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
+    expected = runs.plain(PREDICTIONS).facts[0]["predictions"]
+    assert [len(rows) for rows, *_ in expected] == PREDICTIONS["predicts"]
+    for facts in ran.facts:
+        for own, plain in zip(facts["predictions"], expected, strict=True):
+            assert [len(own[0]), own[1]] == [len(plain[0]), plain[1]]
+            numbers, others = torch.tensor(own[0]), torch.tensor(plain[0])
+            torch.testing.assert_close(numbers, others, atol=1e-12, rtol=0)
+
+
 def check_death(runs: Runs, kind: str, death: Death, *, is_replaced: bool = False) -> None:
     plain = runs.plain(MATRIX[kind])
     ran = runs.run("elastic", MATRIX[kind], death=death, is_replaced=is_replaced)

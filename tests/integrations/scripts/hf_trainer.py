@@ -197,6 +197,7 @@ for _ in range(options.get("trainings", 1)):
     if options.get("other_data"):
         trainer.train_dataset = Numbers(50, 3)
 after = trainer.evaluate() if options.get("evaluates") else {}
+predictions = [trainer.predict(Numbers(n, n)) for n in options.get("predicts", ())]
 
 state = trainer.state
 TIMES = ("runtime", "per_second", "preparation_time")
@@ -212,6 +213,10 @@ facts = {
         for entry in [*state.log_history, after]
     ],
     "before": before.get("eval_loss"),
+    "predictions": [
+        [each.predictions.tolist(), each.label_ids.tolist(), each.metrics["test_loss"]]
+        for each in predictions
+    ],
     "rates": trainer.lr_scheduler.get_last_lr(),
     "flos": state.total_flos,
     "result": [trained.global_step, trained.training_loss],
