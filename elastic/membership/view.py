@@ -583,7 +583,7 @@ def _unfinished(
     groups = (n.node.running for n in view.nodes if n.node.state is NodeState.FINISHED)
     last = max((g for g in groups if g is not None), key=lambda g: g.generation, default=None)
     if last is not None and not _has_gone_on(view, world):
-        ids = group_of(last) or ()
+        ids = frozenset(group_of(last) or ())
         failed |= {
             n.node.name: None
             for n in view.nodes
@@ -592,7 +592,8 @@ def _unfinished(
         # The record of a node that is gone may have been deleted.
         broken = (b for b in world.breakages if b.generation == last.generation)
         by_name = (f.node for b in broken for f in b.failures)
-        failed |= {name: None for name in by_name if name not in finished}
+        ended = set(finished)
+        failed |= {name: None for name in by_name if name not in ended}
     return tuple(failed)
 
 

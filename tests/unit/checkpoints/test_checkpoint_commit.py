@@ -24,7 +24,7 @@ from checkpoints.testing import FaultyStorage, MemoryStorage
 
 
 def _save(
-    root: Path | FaultyStorage, rank: int, world_size: int, **more: object
+    root: Path | FaultyStorage | MemoryStorage, rank: int, world_size: int, **more: object
 ) -> checkpoints.SaveResult:
     arguments = {"step": 5, "nonce": "aa", **more}
     return checkpoints.save(
