@@ -601,6 +601,7 @@ def test_gradients_that_are_set_to_zero_are_no_part_of_the_boundary(tmp_path: Pa
     with process(tmp_path) as run:
         script = job(run)
         parts = parts_of(run)
+        parts.session.progress.step_copies = StepCopies.ALWAYS  # also on a slow machine
         for number, (x, y) in enumerate(script.loader):
             snapshot = parts.session.progress.rollback.snapshot
             assert ("gradients" in snapshot) == (number < FIRST_STEPS)
