@@ -172,7 +172,7 @@ class FailureHook:
         self.failed = False
         self.text = ""  # the error that ended the training function or the script, in one line
         self.is_of_the_world = False  # peers are lost; the script itself did not fail
-        self._exit_code = 1
+        self._exit_code: int | None = None  # if it is not that of the interpreter
         self._others: list[_Hook] = []  # that this one replaced, the newest last
         self._wrote = ""  # the error file, if this hook wrote it
 
@@ -210,6 +210,11 @@ class FailureHook:
             self._wrote = record(error)
         self._put_in_front()
 
+    def fail_at_exit(self, error: ElasticError) -> None:
+        """The script has ended, and the process fails all the same. Called at exit."""
+        self(type(error), error, None)
+        self._exit_code = error.exit_code
+
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
@@ -236,7 +241,7 @@ class FailureHook:
     def _fail(self, error: BaseException) -> None:
         """The process ends with this error. First of all, tell the agent: peers are waiting."""
         self.failed = True
-        if isinstance(error, ElasticError):
+        if isinstance(error, ElasticError) and error.exit_code != 1:
             self._exit_code = error.exit_code
         text = self.text if isinstance(error, SystemExit) else described(error)
         self.notify(shortened(error, text), _exit_code_of(error))
@@ -263,7 +268,7 @@ class FailureHook:
         # At exit, because an excepthook cannot set the exit code, and must not exit itself:
         # init_process_group wraps it in a hook that collects stderr, to prefix the rank (torch
         # 2.13, distributed_c10d.py), so the text would be lost.
-        if self._exit_code != 1:
+        if self._exit_code is not None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self._exit_code)

@@ -905,6 +905,17 @@ class CheckpointManager:
         """The save of that step in the current world, if any."""
         return self._latest if self._latest is not None and self._latest.step == step else None
 
+    def why_unsaved(self, job: JobState) -> str:
+        """After the last save: why the job's step is not on disk. Empty: it is, or need not be,
+        because checkpoints are off or another world goes on."""
+        step = job.progress.step
+        handle = self.handle_of(step)
+        if not self.is_open or self.has_committed(step) or _is_stale(handle):
+            return ""
+        outcome = handle.outcome if handle is not None else None
+        why = outcome.reason if outcome is not None else "it was not committed in time"
+        return f"the last state, of step {step}, could not be saved in {self.place}: {why}"
+
     @property
     def place(self) -> str:
         """The checkpoint folder, for messages."""

@@ -472,7 +472,9 @@ class Shutdown:
         strategy = self._session.strategy
         self._optimizer_watch.close()
         if clean and not error and not self._halt.has_left:
-            self._close_in_order()
+            unsaved = self._close_in_order()
+            if unsaved:
+                clean, error = False, unsaved
         else:
             self._hooks.leave_world("close" if clean else "fault")
             must_save = strategy.must_save_after_error(is_of_the_world=is_of_the_world)
@@ -491,8 +493,10 @@ class Shutdown:
         self._lifecycle.close()
         self._journal.emit(RunClosed(clean=clean, error=error), level=logging.DEBUG)
 
-    def _close_in_order(self) -> None:
-        """Save the last state after training has completed."""
+    def _close_in_order(self) -> str:
+        """Save the last state after training has completed. Returns why it is not saved; empty: it
+        is, or another rank reports it."""
+        unsaved = ""
         self._loop.finish(is_last=True)
         self._hooks.leave_world("close")
         if self._lifecycle.is_restored and self._ledger.is_on:
@@ -504,14 +508,20 @@ class Shutdown:
                 position=self._lifecycle.world.rank_in_replica,
             )
         if self._lifecycle.is_restored and self._current.step is None:
-            self._save_end()
+            unsaved = self._save_end()
         self._checkpoints.release()
         self._checkpoints.close(0.0)
         for module in self._job.modules.values():
             module.leave_world()
         self._group.destroy()
+        if unsaved:
+            hint = (
+                "make the folder writable, and start the job again: it resumes from the newest step"
+            )
+            self._failure.fail_at_exit(TrainingError(unsaved, hint=hint))
+        return unsaved
 
-    def _save_end(self) -> None:
+    def _save_end(self) -> str:
         """Save the last state, unless it is saved. Where the script counts passes over loaders, and
         not run.epochs, the code after the last pass is part of it, on all ranks. So is the code
         after a loop that was left, as a part of the last step; this rank saves the boundary before
@@ -521,7 +531,10 @@ class Shutdown:
         is_left = self._session.progress.keeps_boundary
         if not (self._session.scope.passes or is_begun or is_left):
             strategy.leave_end()
-        self._checkpoints.flush(self._job, LAST_SAVE_S, before_alone=strategy.leave_end)
+        saver = self._checkpoints
+        is_saved = saver.flush(self._job, LAST_SAVE_S, before_alone=strategy.leave_end)
+        # One rank speaks for all: a rank that cannot read the folder does not know of the others.
+        return "" if is_saved or self._lifecycle.world.rank > 0 else saver.why_unsaved(self._job)
 
     def _end_with(self, error: str) -> None:
         """Save the last commit, if possible, before the script's exception ends the process."""

@@ -440,6 +440,33 @@ def test_join_in_a_child_process_names_the_guard(tmp_path: Path, is_guarded: boo
     assert ("[2]" in done.stdout) is is_guarded
 
 
+LOSES_ITS_FOLDER = """
+import os, shutil, sys, torch, elastic
+from torch import nn
+from torch.utils.data import DataLoader
+
+folder = sys.argv[1]
+run = elastic.join(checkpoints=folder)
+model = run.wrap(nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+run.track(optimizer=optimizer)
+for x in run.loader(DataLoader(torch.ones(8, 1), batch_size=2)):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+shutil.rmtree(folder)
+os.symlink("/nowhere", folder)
+"""
+
+
+def test_a_process_whose_last_state_cannot_be_saved_fails(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
+    script.write_text(LOSES_ITS_FOLDER)
+    done = run_forked([sys.executable, str(script), str(folder)], timeout_s=PATIENCE_S)
+    assert done.returncode == 1, done.stderr
+    assert f"the last state, of step 4, could not be saved in {folder}: " in done.stderr
+
+
 SPAWNS_DATA_WORKERS = """
 import elastic
 from torch.utils.data import DataLoader
