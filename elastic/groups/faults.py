@@ -210,10 +210,10 @@ class FailureHook:
             self._wrote = record(error)
         self._put_in_front()
 
-    def fail_at_exit(self, error: ElasticError) -> None:
+    def fail_at_exit(self, error: Exception) -> None:
         """The script has ended, and the process fails all the same. Called at exit."""
         self(type(error), error, None)
-        self._exit_code = error.exit_code
+        self._exit_code = _exit_code_of(error)
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

@@ -934,11 +934,8 @@ def _finish_again(
         return None
     world, who = status.world, listed(status.unfinished)
     candidates = find_joining_nodes(view, world, now, in_process=False)
-    arranged = arrange(
-        *(None, (), candidates.eligible),
-        per_replica=world.nodes_per_replica,
-        max_nodes=world.max_nodes,
-    )
+    per_replica, most = world.nodes_per_replica, world.max_nodes
+    arranged = arrange(None, (), candidates.eligible, per_replica=per_replica, max_nodes=most)
     reason = f"{_why_over(status)}; {who} failed before the end of the script"
     if arranged.nodes:
         if status.went_on:

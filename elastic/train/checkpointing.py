@@ -913,7 +913,7 @@ class CheckpointManager:
         if not self.is_open or self.has_committed(step) or _is_stale(handle):
             return ""
         outcome = handle.outcome if handle is not None else None
-        why = outcome.reason if outcome is not None else "it was not committed in time"
+        why = outcome.reason.partition("\n")[0] if outcome is not None else "not within the time"
         return f"the last state, of step {step}, could not be saved in {self.place}: {why}"
 
     @property

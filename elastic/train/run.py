@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
 
-from checkpoints import Root
+from checkpoints import Root, SaveError
 from elastic import errors, torch_private
 from elastic.errors import ConfigError, NodeUnfit, TrainingError
 from elastic.groups.faults import FailureHook, causes
@@ -515,10 +515,10 @@ class Shutdown:
             module.leave_world()
         self._group.destroy()
         if unsaved:
-            hint = (
-                "make the folder writable, and start the job again: it resumes from the newest step"
-            )
-            self._failure.fail_at_exit(TrainingError(unsaved, hint=hint))
+            # Not a TrainingError, a refusal that ends the job: the storage may be back at the next
+            # start of the workers.
+            hint = "make the folder writable: the job continues from its newest checkpoint"
+            self._failure.fail_at_exit(SaveError(unsaved, hint=hint))
         return unsaved
 
     def _save_end(self) -> str:
