@@ -306,10 +306,6 @@ class _Composition:
             arguments.append(f'mesh={{"{self._dimension}": int(sys.argv[3])}}')
         if self._script.has_checkpoints:
             arguments.append("checkpoints=sys.argv[1], when=2")
-        if self._script.recovery == RESTART and not self._script.is_copied_seldom:
-            # A rank that saves alone goes back to the last boundary where it has copies (decision
-            # 9). On a slow machine they would be too expensive.
-            arguments.append('step_copies="always"')
         return [f"run = elastic.join({', '.join(arguments)})"]
 
     def _built(self, mesh: str) -> list[str]:
