@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -151,6 +151,7 @@ class DeferredGroup:
         self._has_entered = has_entered
         self._has_warned = False
         self._is_installed = False
+        self._rebound: list[tuple[ModuleType, str, Any]] = []
         self._placeholder: Placeholder | None = None
         self._rank, self._size, self._variables = identity_before_worlds(os.environ)
         self._of_agent: dict[str, str] = {}
@@ -171,7 +172,7 @@ class DeferredGroup:
     def install(self) -> None:
         """Defer from now on."""
         self._is_installed = True
-        _rebind(self._replaced)
+        self._rebound = _rebind(self._replaced)
         if is_launched(os.environ):
             self._of_agent = {name: os.environ.get(name, "") for name in self._variables}
             self._known.add((int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
@@ -191,9 +192,10 @@ class DeferredGroup:
     def remove(self) -> None:
         """Undo all changes: the last world has ended. Idempotent."""
         self.end()
-        if self._is_installed:
-            _rebind({own: function for function, own in self._replaced.items()})
-        self._is_installed = False
+        for module, name, function in self._rebound:
+            if getattr(module, name, None) is self._replaced[function]:
+                setattr(module, name, function)
+        self._rebound, self._is_installed = [], False
 
     def _replacing(self, function: Any, own: Callable[..., Any]) -> Any:
         @functools.wraps(function)
@@ -304,15 +306,37 @@ def _backend_of(backend: str, device: str) -> str | None:
     return str(name) if name is not None else None
 
 
-def _rebind(others: Mapping[Any, Any]) -> None:
-    """Replace functions in every module that has imported them, except in this package.
+# By id, the modules that were searched before a fork and have none of the functions: a search reads
+# about a million names, and a child process copies the memory of each.
+_without_them: dict[int, Any] = {}
+
+
+def note_modules_without() -> None:
+    """Called in a process that is about to fork: its children search only other modules."""
+    functions = {id(f) for f in (init_process_group, destroy_process_group, _new_group, _barrier)}
+    for module in list(sys.modules.values()):
+        if functions.isdisjoint(map(id, _names_of(module).values())):
+            _without_them[id(module)] = module
+
+
+def _rebind(others: Mapping[Any, Any]) -> list[tuple[ModuleType, str, Any]]:
+    """Replace functions in every module that has imported them, except in this package. Returns
+    what was there: module, name and function.
 
     ``from torch.distributed import init_process_group`` copies one (PyTorch's tutorials, nanoGPT).
     """
     by_id = {id(function): other for function, other in others.items()}
+    places = []
     for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "elastic":
+        if module_name.partition(".")[0] == "elastic" or id(module) in _without_them:
             continue
-        names = getattr(module, "__dict__", {})
-        for name in [name for name, value in list(names.items()) if id(value) in by_id]:
-            setattr(module, name, by_id[id(names[name])])
+        names = _names_of(module)
+        if not by_id.keys().isdisjoint(map(id, names.values())):  # in C: most modules have none
+            places += [(module, name, value) for name, value in names.items() if id(value) in by_id]
+    for module, name, function in places:
+        setattr(module, name, by_id[id(function)])
+    return places
+
+
+def _names_of(module: Any) -> dict[str, Any]:
+    return dict(getattr(module, "__dict__", {}))

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from elastic.agent.identity import PortReserve
+from elastic.groups import deferred
 from elastic.link.link import (
     Assignment,
     ClientHandshakeRequest,
@@ -411,6 +412,7 @@ def main() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     importlib.metadata.version("torch-elastic-harness")  # of a handshake: the list of packages
+    deferred.note_modules_without()
     gc.collect()
     gc.freeze()  # children share existing objects
     for line in sys.stdin:
