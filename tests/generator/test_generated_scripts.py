@@ -37,7 +37,7 @@ from shrinking import shrunk, smaller
 from elastic.testing.small_world.world import Death
 
 # With each way to go on after a death; with 200 deaths, a fifth of a second of CPU time each.
-SEEDS = (*range(13), 18)
+SEEDS = (*range(9), 12, 18)
 SLOW_SEEDS = [seed for seed in range(300) if seed not in SEEDS]
 SOAK_SEEDS = range(1000, 3000)
 
@@ -272,7 +272,13 @@ def test_a_commit_after_a_loop_that_was_left_does_not_resume_it(runner: Runner) 
     assert " 5 steps committed" in verdict.died_at
 
 
-@pytest.mark.parametrize("line", ["scheduler.step()", '**leaves("model", network.state_dict()),'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("scheduler.step()", marks=pytest.mark.slow),
+        '**leaves("model", network.state_dict()),',
+    ],
+)
 def test_the_code_after_the_last_loop_of_a_restarted_script_takes_effect_once(
     runner: Runner, line: str
 ) -> None:

@@ -203,7 +203,13 @@ def test_weights_are_those_of_plain_training(
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("is_replaced", [False, True], ids=["death", "death and join"])
+@pytest.mark.parametrize(
+    "is_replaced",
+    [
+        pytest.param(False, id="death", marks=pytest.mark.slow),
+        pytest.param(True, id="death and join"),
+    ],
+)
 def test_deaths_and_joins_change_nothing(
     runs: IdiomRuns,
     tmp_path: Path,

@@ -172,15 +172,25 @@ FIRST, SECOND = "model (Expert)", "model1 (Expert)"
     ("way", "dims", "name"),
     [
         pytest.param("two", (), SECOND, id="modules in turn"),
-        pytest.param("two other size means", (), SECOND, id="modules of other sizes"),
+        pytest.param(
+            "two other size means", (), SECOND, id="modules of other sizes", marks=pytest.mark.slow
+        ),
         pytest.param("two lacking", (), FIRST, id="a module on one rank"),
-        pytest.param("two buffers", (), FIRST, id="modules with buffers"),
+        pytest.param("two buffers", (), FIRST, id="modules with buffers", marks=pytest.mark.slow),
         pytest.param("two skipped", (), SECOND, id="a skipped step"),
         pytest.param("in one skipped means", (), "model (Chooses)", id="a skipped model"),
         pytest.param("two", REPLICAS, SECOND, id="sharded modules in turn"),
-        pytest.param("in one", REPLICAS, "model.experts.1 (Expert)", id="parts of a module"),
+        pytest.param(
+            "in one",
+            REPLICAS,
+            "model.experts.1 (Expert)",
+            id="parts of a module",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("in one other size lacking", REPLICAS, "model.experts.0 (Expert)", id="sizes"),
-        pytest.param("two skipped means", REPLICAS, SECOND, id="a step of a replica"),
+        pytest.param(
+            "two skipped means", REPLICAS, SECOND, id="a step of a replica", marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.parametrize("begin", [pytest.param(0, marks=pytest.mark.soak), 3])
@@ -216,7 +226,9 @@ def assert_refused(outcome: RunOutcome, begin: int, name: str) -> None:
     [
         pytest.param("two in turn", (), 2, 1, id="modules", marks=pytest.mark.slow),
         pytest.param("two in turn means", REPLICAS, 2, 1, id="sharded modules"),
-        pytest.param("in one in turn", REPLICAS, 2, 1, id="parts of a module"),
+        pytest.param(
+            "in one in turn", REPLICAS, 2, 1, id="parts of a module", marks=pytest.mark.slow
+        ),
         pytest.param(
             "two routed", ("pp=1",), 3, 1, id="stages of several modules", marks=pytest.mark.slow
         ),

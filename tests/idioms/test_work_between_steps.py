@@ -156,7 +156,9 @@ def units(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> UnitRuns
     "is_replaced",
     [pytest.param(False, id="alone"), pytest.param(True, id="replaced", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=pytest.mark.slow if "after" in p else ()) for p in PLACES]
+)
 def test_work_is_done_once_and_no_step_is_repeated(
     units: UnitRuns, place: str, rank: int, is_replaced: bool
 ) -> None:
@@ -183,7 +185,9 @@ def test_a_job_whose_nodes_are_all_killed_continues_exactly(units: UnitRuns, pla
     units.assert_exact(resumed)
 
 
-@pytest.mark.parametrize("line", ["return run.mean(1.0", 'run.state["called"] ='])
+@pytest.mark.parametrize(
+    "line", [pytest.param("return run.mean(1.0", marks=pytest.mark.slow), 'run.state["called"] =']
+)
 def test_a_step_in_which_a_loop_is_left_ends_with_the_code_after_it(
     runs: IdiomRuns, line: str
 ) -> None:

@@ -324,6 +324,24 @@ def script_of(loop: str, at: int, *, is_lean: bool) -> str:
     return f"{HEAD}{LEAN * is_lean}\nat = {at}\n{TRAINED}{average}\n{dedent(body)}\n{tail}{counted}"
 
 
+# Parts of the generator's scripts, too.
+ALSO_GENERATED = (
+    "a rate that follows the mean loss",
+    "accumulation",
+    "accumulation without synchronization",
+    "gradient descent by hand",
+    "gradients summed up by hand",
+    "large moving average in the loop",
+    "sharpness-aware minimization",
+    "two optimizers, one after the other",
+    "weights shrunk after the update",
+)
+
+
+def also_generated(loop: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if loop in ALSO_GENERATED else []
+
+
 @pytest.mark.parametrize(
     ("at", "is_lean"),
     [
@@ -332,7 +350,7 @@ def script_of(loop: str, at: int, *, is_lean: bool) -> str:
         pytest.param(5, True),
     ],
 )
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [pytest.param(n, marks=also_generated(n)) for n in LOOPS])
 def test_a_death_at_a_critical_line_does_not_change_the_result(
     runs: IdiomRuns, tmp_path: Path, loop: str, at: int, is_lean: bool
 ) -> None:

@@ -171,6 +171,7 @@ SCRIPTS: dict[str, Options] = {
 
 
 SLOW = {
+    "early stopping, plateau, data workers, saves by step",
     "two optimizers",
     "loaders of each epoch",
     "limits",
@@ -233,6 +234,7 @@ def test_a_node_joins_after_a_death_in_a_sanity_check(lightning: Make) -> None:
     jobs.assert_as_plain("join", outcome, workers=SIZE)
 
 
+@pytest.mark.slow
 def test_a_node_joins_in_a_second_fit_without_loggers(lightning: Make) -> None:
     jobs = lightning(logger="", fits=2, epochs=1)
     outcome = jobs.run("join", death=death("training step", 7, 1), is_replaced=True)
@@ -257,6 +259,7 @@ def test_a_job_continues_from_its_own_checkpoint(lightning: Make) -> None:
     jobs.assert_as_plain("job", again, workers=SIZE)
 
 
+@pytest.mark.slow
 def test_the_other_package_of_lightning(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning")
     with SmallWorld(prepare=DEVICE, imports=["pytorch_lightning", "torchmetrics"]) as other:

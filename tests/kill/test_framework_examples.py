@@ -55,7 +55,7 @@ def test_the_others_finish_when_a_node_dies(
 
 # Its file, what it needs, its updates in a world of three, and what it logs before the last.
 TRAINERS = [
-    ("hf_trainer.py", ("transformers", "accelerate"), 80),
+    pytest.param("hf_trainer.py", ("transformers", "accelerate"), 80, marks=pytest.mark.slow),
     pytest.param("trl_sft.py", ("trl", "peft", "datasets"), 50, marks=pytest.mark.slow),
 ]
 

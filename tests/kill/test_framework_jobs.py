@@ -73,6 +73,7 @@ class Job(LocalCluster):
         assert saved == expected
 
 
+@pytest.mark.slow
 def test_survivors_continue_in_lightning(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     with Job(etcd, tmp_path / "job", "lightning", nodes=2, place="train") as job:
         job.start_nodes(2)

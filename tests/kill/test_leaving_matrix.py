@@ -40,13 +40,14 @@ COMMITTED: dict[str, int | None] = {
 }
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 CELLS = (
-    (signal.SIGHUP, "data", 1),
     (signal.SIGINT, "evaluation", 3),
     (signal.SIGTERM, "averaged weights without copies", 1),
-    (signal.SIGQUIT, "last step", 1),
+    (signal.SIGHUP, "last step", 1),
 )
 # The same mechanisms, at more moments and on more nodes.
 SLOW_CELLS = (
+    (signal.SIGHUP, "data", 1),
+    (signal.SIGQUIT, "last step", 1),
     (signal.SIGTERM, "join", 1),
     (signal.SIGUSR1, "compile", 1),
     (signal.SIGTERM, "evaluation of averaged weights", 1),

@@ -62,7 +62,13 @@ def hold(job: TrainingJob) -> None:
 @pytest.mark.parametrize(
     ("wiring", "conf", "notice"),
     [
-        pytest.param("none", {}, "training begins without run.retry()", id="without retry"),
+        pytest.param(
+            "none",
+            {},
+            "training begins without run.retry()",
+            id="without retry",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "retry",
             {"mode": "restart"},

@@ -661,11 +661,11 @@ def _apply(job: Job, kind: str, value: Any) -> None:
     [
         pytest.param(LATEST_2, True, FOREVER_S, id="latest-forever"),
         pytest.param(LATEST_2, False, 0, id="latest-once"),
-        pytest.param(BEST, False, FOREVER_S, id="best-forever"),
+        pytest.param(BEST, False, FOREVER_S, id="best-forever", marks=pytest.mark.slow),
         pytest.param(MILESTONES, True, PASSING_S, id="milestones-second"),
-        pytest.param(TIMES, True, FOREVER_S, id="times-forever"),
+        pytest.param(TIMES, True, FOREVER_S, id="times-forever", marks=pytest.mark.slow),
         pytest.param(ALL, True, 0, id="all-once"),
-        pytest.param(ALL, False, PASSING_S, id="all-second"),
+        pytest.param(ALL, False, PASSING_S, id="all-second", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_of_any_call_loses_nothing(keep: Keep, has_memory: bool, duration_s: float) -> None:

@@ -9,7 +9,6 @@ import atexit
 import ctypes
 import faulthandler
 import json
-import math
 import os
 import pkgutil
 import random
@@ -51,7 +50,7 @@ def become_worker(
     code = 1
     try:
         _separate_from_the_host(folder / f"{name}.log", environment)
-        rollback.COPY_IS_CHEAP_S = math.inf  # no result depends on the speed of the machine
+        rollback.copy_regardless_of_costs()
         if prepare:
             pkgutil.resolve_name(prepare)()
         recording = Recording(record, script, folder, name) if record is not None else None
