@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Each run of pytest lists its slowest tests, and `make test` those of both runs.
 DURATIONS := build/durations
 SLOWEST = --durations=25 --durations-min=1 --junitxml=$(DURATIONS)/$@.xml
-# Tests that mostly wait: for nodes, etcd, processes and timeouts. Several of their files run at a time, beside
+# Tests that mostly wait: for nodes, etcd, processes and timeouts. Three of their files run at a time, beside
 # two of those that compute.
 WAITING := tests/integration tests/kill tests/security
 BY_FILE = --dist loadfile --no-loadscope-reorder $(SLOWEST)
@@ -80,7 +80,7 @@ computing: $(COMPILED)
 	$(BIN)/pytest -n 2 $(BY_FILE) -m "not gpu and $(TIER)" $(WAITING:%=--ignore=%)
 
 waiting: $(COMPILED)
-	$(BIN)/pytest -n 5 $(BY_FILE) -m "not gpu and $(TIER)" $(WAITING)
+	$(BIN)/pytest -n 3 $(BY_FILE) -m "not gpu and $(TIER)" $(WAITING)
 
 # Separate environments in ~/.cache: 25 GB on first use, then about 10 minutes for each.
 compat: $(STAMP)

@@ -903,12 +903,15 @@ class StepLoop:
 
         ``is_last``: the process ends, no other loop follows, and the caller saves the state. A step
         in which the last loop was left ends here on this rank, maybe not on all: the boundary
-        before it is kept, where copies allow that, for the case that this rank saves alone.
+        before it, or an earlier one, is kept for the case that this rank saves alone.
         """
         self._leave_held()
         if is_last and not self.scope.in_retry and self.counts(self.current.step):
             can_undo = self._session.strategy.can_roll_back
-            self._progress.keeps_boundary = can_undo and self._progress.rollback.can_restore
+            rollback = self._progress.rollback
+            self._progress.keeps_boundary = can_undo and (
+                rollback.can_restore or rollback.has_earlier
+            )
         self.end_left_loop()
         if is_last:
             self._progress.end_function()

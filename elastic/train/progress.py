@@ -544,6 +544,13 @@ class RankProgress:
         self._current.drop_uncommitted()
         return True
 
+    def go_back(self) -> bool:
+        """Return to a boundary before the last one. Returns False if none is kept."""
+        if not self.rollback.restore_earlier(learns=False):
+            return False
+        self._current.drop_uncommitted()
+        return True
+
     # -- in a new world -----------------------------------------------------------------------
 
     def rank_state(self, nonce: str) -> RankState:

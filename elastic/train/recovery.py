@@ -415,7 +415,7 @@ class InProcess:
         """Whether the newest world has other nodes."""
         return self._worlds.nodes > 1
 
-    def leave_end(self) -> None:
+    def leave_end(self, *, is_alone: bool = False) -> None:
         """Do nothing: all ranks agreed on the state at the end of run.retry."""
 
     def roll_back(self, *, is_stopped: bool) -> bool:
@@ -554,12 +554,18 @@ class Restart:
         """Let one of the remaining ranks write the complete state."""
         self._checkpoints.flush(self._job, leaving_s(), Peers.ARE_GONE)
 
-    def leave_end(self) -> None:
+    def leave_end(self, *, is_alone: bool = False) -> None:
         """A restarted script runs the code after its loop again, if a rank has failed in it or the
-        script is started once more: a checkpoint must not contain its effects. Without a copy of
-        weights that this code has changed, it does."""
+        script is started once more: a checkpoint must not contain its effects. It does where
+        weights that this code has changed are not copied."""
         if self.can_roll_back and self._progress.rollback.can_restore:
             self._progress.roll_back()
+        elif self.can_roll_back and is_alone and not self._progress.go_back():
+            get_logger().warning(
+                "a rank failed in the code after the last loop, and no copy of the weights from "
+                "before that code is kept: its changes of the job's state are saved, and the "
+                'restarted script makes them again. elastic.join(step_copies="always") keeps one'
+            )
 
     def roll_back(self, *, is_stopped: bool) -> bool:
         """See :meth:`RankProgress.roll_back <elastic.train.progress.RankProgress>`."""

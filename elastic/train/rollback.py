@@ -929,8 +929,12 @@ class Rollback:
     @property
     def can_undo_updates(self) -> bool:
         """Whether a step that has changed the weights can be undone, maybe with earlier ones."""
-        has_earlier = self._earlier is not None and self._copies_are_of_weights
-        return self._has_copies or has_earlier or self._job.is_rebuilt
+        return self._has_copies or self.has_earlier or self._job.is_rebuilt
+
+    @property
+    def has_earlier(self) -> bool:
+        """Whether :meth:`restore_earlier` will return True."""
+        return self._earlier is not None and self._copies_are_of_weights
 
     @property
     def _copies_are_of_weights(self) -> bool:
@@ -962,24 +966,26 @@ class Rollback:
             self._watch.restored()  # or the script would seem to have written the copies
         return is_exact
 
-    def restore_earlier(self) -> bool:
+    def restore_earlier(self, *, learns: bool = True) -> bool:
         """Return to an earlier boundary, if its copies are kept: the last one is lost. From then on
-        each step is copied. Returns False if that is impossible."""
+        each step is copied, if this rank ``learns`` from it. Returns False if that is
+        impossible."""
         earlier, torn = self._earlier, self._job.progress.step
-        if earlier is None or not self._copies_are_of_weights:
+        if earlier is None or not self.has_earlier:
             return False
-        self._learn()
+        if learns:
+            self._learn()
         self.snapshot, self._has_copies = earlier, True
         self._restore_copies()
         self._state.restore(earlier, self._kept)
         self._local.adopt(position_of(earlier["progress"]))
-        if not self.needs_copies:
+        if learns and not self.needs_copies:
             self._need_copies("a step was interrupted after its update")
         get_logger().warning(
             "step %d was interrupted and cannot be undone: weights were not copied before it "
-            "(%s, for the first time): training is repeated from step %d",
+            "(%s): training is repeated from step %d",
             torn,
-            self.needs_copies,
+            f"{self.needs_copies}, for the first time" if learns else "the code after its loop",
             self._job.progress.step,
         )
         return True

@@ -532,7 +532,9 @@ class Shutdown:
         if not (self._session.scope.passes or is_begun or is_left):
             strategy.leave_end()
         saver = self._checkpoints
-        is_saved = saver.flush(self._job, LAST_SAVE_S, before_alone=strategy.leave_end)
+        is_saved = saver.flush(
+            self._job, LAST_SAVE_S, before_alone=lambda: strategy.leave_end(is_alone=True)
+        )
         # One rank speaks for all: a rank that cannot read the folder does not know of the others.
         return "" if is_saved or self._lifecycle.world.rank > 0 else saver.why_unsaved(self._job)
 

@@ -94,9 +94,10 @@ class RecoveryStrategy(Protocol):
     def is_state_held_elsewhere(self) -> bool:
         """Whether other nodes continue with the state when this process is restarted."""
 
-    def leave_end(self) -> None:
+    def leave_end(self, *, is_alone: bool = False) -> None:
         """At the clean end of the process, return to the last boundary: what the script has changed
-        since is complete on all ranks only if they agreed on it."""
+        since is complete on all ranks only if they agreed on it. ``is_alone``: others have failed
+        since, and the job is about to be restarted, so an earlier boundary is better than none."""
 
     def roll_back(self, *, is_stopped: bool) -> bool:
         """Roll back to the last commit. Returns False if the weights may contain later updates.

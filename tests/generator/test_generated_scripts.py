@@ -296,15 +296,21 @@ def test_the_code_after_the_last_loop_of_a_restarted_script_takes_effect_once(
     assert " 12 steps committed" in verdict.died_at
 
 
+@pytest.mark.parametrize("is_copied_seldom", [False, True])
 def test_a_rank_that_ends_alone_does_not_save_the_step_in_which_its_last_loop_was_left(
-    runner: Runner,
+    runner: Runner, is_copied_seldom: bool
 ) -> None:
     """The step ends with the code after its loop, on all ranks."""
     names = ("epochs:run.epochs, left", "loop:left in the last step", "scheduler:step by epoch")
     parts = [BY_LABEL[name] for name in names]
     line = '**leaves("model", network.state_dict()),'
     scenario = scenario_of(*parts, size=2, rank=1, line=line, execution=1)
-    script = replace(scenario.script, recovery=RESTART, has_checkpoints=True)
+    script = replace(
+        scenario.script,
+        recovery=RESTART,
+        has_checkpoints=True,
+        is_copied_seldom=is_copied_seldom,
+    )
     verdict = runner.run(replace(scenario, script=script, way=RESTARTED, resumed_size=2))
     assert not verdict.failed, verdict.describe()
     assert " 11 steps committed" in verdict.died_at
