@@ -21,6 +21,7 @@ that Trainer's loop changes is one tracked object. Logs, evaluations and saves a
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,7 @@ from elastic.errors import ConfigError
 from elastic.groups.world import World
 from elastic.telemetry.log import get_logger
 from elastic.train.copies import copied
+from elastic.train.rollback import RandomState
 from elastic.train.sampler import Position
 
 try:
@@ -77,6 +79,7 @@ _PARAMETERS = {
     "_load_rng_state": "checkpoint",
     "_track_num_input_tokens": "inputs",
     "get_batch_samples": "epoch_iterator num_batches device",
+    "training_step": "model inputs num_items_in_batch",
     "create_accelerator_and_postprocess": "",
 }
 
@@ -185,6 +188,30 @@ class _Plan:
         if type(batches) is BatchSampler:
             batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
         return [list(batch) for batch in batches]
+
+
+# Whose compute_loss is known.
+_OF_LIBRARIES = {"transformers", "trl"}
+
+
+def _is_normalised(model: torch.nn.Module) -> bool:
+    """Whether a model's loss is that of transformers' ``loss_function``, divided by the number of
+    items of an update, without another term."""
+    model = getattr(model, "get_base_model", lambda: model)()  # of PEFT
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        return False  # a term for the balance of experts
+    try:
+        source = inspect.getsource(inspect.unwrap(type(model).forward))
+    except (OSError, TypeError):  # of a notebook, or generated
+        return False
+    return "self.loss_function(" in source
+
+
+def _is_of_a_sample(label: Any) -> bool:
+    """Whether a loss over this label is a mean over samples: it is a class, or numbers, of which
+    none is masked."""
+    values = torch.as_tensor(label)
+    return values.dim() == 0 or values.is_floating_point()
 
 
 def _drops_last(loader: DataLoader[Any]) -> bool:
@@ -402,6 +429,8 @@ class _InProcess:
         self._planned_steps = 0
         self._joined_in: dict[str, Any] | None = None  # state of a training that others have begun
         self._steps: Any = None
+        self._groups: list[list[Any]] = []  # batches of this rank, of which Trainer sees the last
+        self.training_step = self._step_of_group
         self._is_stopped = False
         self._has_begun_epoch: int | None = None
         self.elastic_run.on_world(self._enter_world)
@@ -470,8 +499,30 @@ class _InProcess:
             global_batch=plan.per_update,
             micro_batches=self.args.gradient_accumulation_steps,
             weights="largest",
+            whole_batches=not self._divides_batches(given[-1].dataset),
         )
         return _Updates(self.elastic_run, loader, plan)
+
+    def _divides_batches(self, dataset: Any) -> bool:
+        """Whether the loss of a batch follows from those of its parts: it is normalised over the
+        update, or known to be a mean over samples. Reads a sample.
+
+        Trainer counts the items of an update for each model whose ``forward`` takes any keywords.
+        BERT and T5 do, and return the mean over a batch.
+        """
+        kind: Any = type(self)
+        is_own = kind.compute_loss.__module__.partition(".")[0] not in _OF_LIBRARIES
+        if is_own or self.compute_loss_func is not None or self.label_smoother is not None:
+            return False
+        if self.model_accepts_loss_kwargs:
+            return _is_normalised(self.accelerator.unwrap_model(self.model))
+        states = RandomState()
+        states.take()
+        sample = dataset[0]
+        states.restore()
+        names = [*self.label_names, "label", "label_ids"]  # which collators rename
+        labels = [sample[name] for name in names if name in sample]
+        return bool(labels) and all(map(_is_of_a_sample, labels))
 
     def first_epoch(self) -> int:
         """The job's epoch in which the current call of train() has begun."""
@@ -685,7 +736,28 @@ class _InProcess:
         ]
         prepared, items = super().get_batch_samples(iter(counted), len(counted), device)  # type: ignore[misc]
         fillers = zip(prepared, batches, self._weights, strict=True)
-        return [own if weight else filler for own, filler, weight in fillers], items
+        batches = [own if weight else filler for own, filler, weight in fillers]
+        # In a smaller world, this rank may have several batches in the place of one.
+        count = min(num_batches, len(batches))
+        bounds = [len(batches) * each // count for each in range(count + 1)]
+        self._groups = [batches[first:last] for first, last in itertools.pairwise(bounds)]
+        return [group[-1] for group in self._groups], items
+
+    def _step_of_group(self, model: Any, inputs: Any, items: Any = None) -> torch.Tensor:
+        """Trainer's training step for each batch of a group, whose last is ``inputs``. It replaces
+        the attribute, so that a subclass's own ``training_step`` sees each of them."""
+        kind: Any = type(self)
+        step = kind.training_step
+        if not self.elastic_run.in_step:
+            return step(self, model, inputs, items)
+        *others, _ = self._groups.pop(0)
+        losses = []
+        for each in others:
+            with self.accelerator.no_sync(model=model):
+                losses.append(step(self, model, each, items))
+            self._track_num_input_tokens(each)
+        losses.append(step(self, model, inputs, items))
+        return torch.stack(losses).sum() if others else losses[0]
 
     @property
     def current_gradient_accumulation_steps(self) -> float:
@@ -728,6 +800,11 @@ class _InProcess:
     def _end_update(self, grad_norm: Any, learning_rate: float | None) -> None:
         """Commit the step, with the loss of all ranks: a death loses no part of a logged mean."""
         assert self._loop is not None
+        if self._groups:
+            raise ConfigError(
+                "ElasticTrainer: training_step was replaced after the trainer was created",
+                hint="override training_step in a subclass",
+            )
         loss, flops = self._before
         mean = self._sums["loss"] / self.elastic_run.world.size
         if self.args.logging_nan_inf_filter and not math.isfinite(mean):

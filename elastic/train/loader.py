@@ -942,7 +942,7 @@ class ElasticLoader:
     passed as ``dataloader`` one for one and in order; that ``DataLoader`` is changed in place.
     ``global_batch`` defaults to batch_size × ``largest_world`` × ``micro_batches``; a step is one
     micro-batch unless ``micro_batch``, its largest size, or ``micro_batches``, their number in a
-    full step, is given. ``order`` and ``weights`` are as in ``run.loader``.
+    full step, is given. ``order``, ``weights`` and ``whole_batches`` are as in ``run.loader``.
 
     With ``max_steps`` an epoch ends after at most that many steps, in every world and after every
     recovery. So does ``itertools.islice(loader, 9)`` below ``run.epochs``; ``if i == 9: break``
@@ -973,7 +973,7 @@ class ElasticLoader:
         micro_batches: int | None = None,
         order: Ordering | None = None,
         weights: str = RankWeights.SAMPLES.value,
-        shards: int | None = None,
+        whole_batches: bool = False,
         max_steps: int | None = None,
         drive: Callable[[ElasticLoader], Iterator[Any]] | None = None,
         index: Callable[[ElasticLoader], int] | None = None,
@@ -1001,6 +1001,11 @@ class ElasticLoader:
                 hint="micro_batch= is the largest number of samples of one, micro_batches= the "
                 "number of them in each step",
             )
+        if whole_batches and micro_batch is not None:
+            raise ConfigError(
+                f"micro_batch={micro_batch} and whole_batches=True: both divide a step",
+                hint="omit micro_batch=: a whole batch has batch_size samples",
+            )
         if global_batch is None:
             if not source.has_batch_size:
                 raise ConfigError(
@@ -1018,7 +1023,7 @@ class ElasticLoader:
             seed=seed if source.seed is None else source.seed,
             drop_last=source.drop_last,
             global_batch=global_batch,
-            shards=shards,
+            shards=largest_world * (micro_batches or 1) if whole_batches else None,
             max_steps=max_steps,
             micro_batches=micro_batches or 1,
             draw=source.draw,

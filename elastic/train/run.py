@@ -384,7 +384,7 @@ def _refuse_single_samples(error: BaseException, session: Session) -> None:
         start, stop = plan.span(plan.steps - 1)
         smallest = min(plan.global_batch, stop - start)
         parts = plan.micro_batch_count(0, smallest, 1)
-        if smallest < 2 * ranks * parts:
+        if plan.world_of_pairs(smallest) < ranks:
             last = "" if smallest == plan.global_batch else f", and {smallest} in its last step"
             divided = f" and {parts} micro-batches" * (parts > 1)
             raise ConfigError(
@@ -1164,6 +1164,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         micro_batches: int | None = None,
         order: Ordering | None = None,
         weights: str = "samples",
+        whole_batches: bool = False,
         max_steps: int | None = None,
     ) -> ElasticLoader:
         """Distribute a DataLoader over the world, at a constant global batch.
@@ -1187,6 +1188,12 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         of the largest world, for such a loss × ``largest_world / world.size``. The product is the
         same in all worlds, so that float32 numbers of the backward pass are rounded equally.
 
+        ``whole_batches``: ranks get whole batches of the largest world instead of parts of them.
+        Which samples share a forward pass is then the same in every world, so that any loss of a
+        batch (a mean over tokens, a contrastive one) is exact, and a rank of a smaller world
+        computes several in turn: of 8 batches, 7 ranks compute two each, one of them a filler on
+        most. Use ``weights="equal"``, and each loss times ``loader.share.mean_weights``.
+
         Call it before the first loop. See docs/data.md.
 
         Raises TrainingError if it is called too late; ConfigError for an object that is not a
@@ -1206,6 +1213,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
             micro_batches=micro_batches,
             order=order,
             weights=weights,
+            whole_batches=whole_batches,
             max_steps=max_steps,
         )
 

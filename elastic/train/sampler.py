@@ -865,8 +865,9 @@ class EpochPlan:
     """An epoch of ``n`` samples in global batches of ``global_batch``.
 
     With ``shards`` = V, a global batch consists of V fixed slices, and ranks own contiguous ranges
-    of slices; otherwise, ranks own ranges of samples. A full step has ``micro_batches_per_step`` on
-    each rank, and one with fewer samples has proportionally fewer, rounded up. ``drop_last`` drops
+    of slices; otherwise, ranks own ranges of samples, and a full step has
+    ``micro_batches_per_step`` on each rank. A step with fewer samples has proportionally fewer
+    slices or micro-batches, rounded up. ``drop_last`` drops
     the samples at the end that do not fill a micro-batch of all ranks: with one micro-batch, the
     last step if it is not full. An epoch ends after ``max_steps`` at the latest; samples beyond
     them are not read.
@@ -955,8 +956,15 @@ class EpochPlan:
         a full step, if the last one has too few for any world; at least 1."""
         start, stop = self.span(self.steps - 1)
         sizes = (self.global_batch, stop - start)
-        pairs = [size // (2 * self.micro_batch_count(0, size, 1)) for size in sizes]
-        return max(1, min([self.max_world, *filter(None, pairs)]))
+        worlds = [self.world_of_pairs(size) for size in sizes]
+        return max(1, min([self.max_world, *filter(None, worlds)]))
+
+    def world_of_pairs(self, samples: int) -> int:
+        """The largest world of which each rank has two of ``samples`` in every micro-batch."""
+        parts = self.micro_batch_count(0, samples, 1)
+        if self.shards is None:
+            return samples // (2 * parts)
+        return self.max_world if samples >= 2 * parts else 0
 
     def check_world(self, rank: int, world: int) -> None:
         """Raise ConfigError unless each of ``world`` ranks has a part of a full step."""
@@ -976,8 +984,11 @@ class EpochPlan:
         """The share of ``rank`` in the step ``[start, stop)``; may be empty in the last step."""
         if self.shards is None:
             return split(start, stop, rank, world)
-        first, last = split(0, self.shards, rank, world)
-        return self._shard(start, stop, first)[0], self._shard(start, stop, last - 1)[1]
+        count = self._slices(start, stop)
+        first, last = split(0, count, rank, world)
+        if first == last:
+            return stop, stop
+        return split(start, stop, first, count)[0], split(start, stop, last - 1, count)[1]
 
     def micro_batches(
         self, start: int, stop: int, rank: int, world: int, micro_batch: int | None = None
@@ -992,8 +1003,9 @@ class EpochPlan:
         if self.shards is None:
             first, last = self.share(start, stop, rank, world)
             return [split(first, last, part, count) for part in range(count)]
-        owned = range(*split(0, self.shards, rank, world))
-        spans = [self._shard(start, stop, shard) for shard in owned]
+        slices = self._slices(start, stop)
+        owned = range(*split(0, slices, rank, world))
+        spans = [split(start, stop, each, slices) for each in owned]
         return spans + [(start, start)] * (count - len(spans))
 
     def micro_batch_count(
@@ -1002,16 +1014,16 @@ class EpochPlan:
         """The number of micro-batches of each rank of ``world`` in the step ``[start, stop)``."""
         # Rank 0 has the largest share, both of samples and of shards.
         if self.shards is not None:
-            first, last = split(0, self.shards, 0, world)
+            first, last = split(0, self._slices(start, stop), 0, world)
             return last - first
         if micro_batch is None:
             return -(-(stop - start) * self.micro_batches_per_step // self.global_batch)
         first, last = split(start, stop, 0, world)
         return -(-(last - first) // micro_batch)
 
-    def _shard(self, start: int, stop: int, shard: int) -> Span:
+    def _slices(self, start: int, stop: int) -> int:
         assert self.shards is not None
-        return split(start, stop, shard, self.shards)
+        return -(-(stop - start) * self.shards // self.global_batch)
 
 
 # ----------------------------------------------------------------------------

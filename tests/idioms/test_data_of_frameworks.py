@@ -346,3 +346,30 @@ def test_a_group_of_batches_may_end_with_fewer_samples_than_ranks(
         outcome = runs.world.run(path, tmp_path / f"death-{part}", death=death, is_replaced=True)
         outcome.assert_success(workers=SIZE)
         assert_results(outcome, weights, tolerance=EXACT)
+
+
+# -- losses of a batch ----------------------------------------------------------------------------
+
+OF_A_BATCH = """
+def train():
+    for epoch in run.epochs(2):
+        for step in run.steps(loader):
+            optimizer.zero_grad()
+            batches = list(step)
+            for (inputs, targets, _), weight in zip(batches, loader.share.mean_weights):
+                assert len(inputs) <= 2
+                (weight * (model(inputs) - targets).square().amax()).backward()
+            optimizer.step()
+"""
+
+
+def test_whole_batches_are_the_same_in_every_world(runs: IdiomRuns, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    head = HEAD.replace("weights=sys.argv[2]", "weights='equal', whole_batches=True")
+    script.write_text(head + OF_A_BATCH + TAIL)
+    alone = runs.world.run(script, tmp_path / "alone", size=1, arguments=["0"])
+    alone.assert_success(workers=1)
+    death = Death(rank=1, event=40)
+    ran = runs.world.run(script, tmp_path / "job", size=SIZE, arguments=["0"], death=death)
+    ran.assert_success(workers=SIZE - 1)
+    assert_results(ran, alone.survivors[0].result, tolerance=EXACT)

@@ -481,3 +481,49 @@ def test_trainers_of_trl_are_those_without_a_death(trl_runs: Runs, kind: str) ->
             assert facts["checkpoints"] == plain.facts[0]["checkpoints"]
             for entry, other in zip(facts["log"], plain.facts[0]["log"], strict=True):
                 assert entry == pytest.approx(other, abs=LOGGED, rel=LOGGED)
+
+
+# ----------------------------------------------------------------------------
+# Models whose loss is a mean over a batch, although Trainer counts the items of an update.
+
+
+@pytest.fixture(scope="module")
+def mean_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    models = ["transformers.models.t5.modeling_t5", "transformers.models.bert.modeling_bert"]
+    with SmallWorld(imports=[*WARM, *models, "transformers.trainer_seq2seq"]) as world:
+        yield Runs(world, tmp_path_factory.mktemp("means"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_seq2seq_trainer_generates_what_it_does_without_a_death(
+    mean_runs: Runs, accumulation: int
+) -> None:
+    script, options = SCRIPTS / "seq2seq.py", {"accumulation": accumulation}
+    plain = mean_runs.run("plain", options, script=script)
+    plain.outcome.assert_success(workers=SIZE)
+    expected = plain.facts[0]
+    for event, rank in ((20_000, 1), (45_000, 0), (95_000, 2)):
+        death = Death(rank=rank, event=event, counted=CALLS)
+        ran = mean_runs.run("elastic", options, script=script, death=death)
+        ran.outcome.assert_success(workers=SIZE - 1)
+        assert_weights(ran, plain, 1e-6)
+        for facts in ran.facts:
+            for name in ("state", "checkpoints", "predicted", "test"):
+                assert facts[name] == expected[name], (name, ran.outcome.died_at)
+            for entry, other in zip(facts["log"], expected["log"], strict=True):
+                assert entry == pytest.approx(other, abs=LOGGED, rel=LOGGED)
+
+
+@pytest.mark.parametrize("labels", ["classes", pytest.param("tokens", marks=pytest.mark.slow)])
+def test_a_mean_over_a_batch_is_that_of_the_largest_world(mean_runs: Runs, labels: str) -> None:
+    script, options = SCRIPTS / "bert.py", {"labels": labels}
+    plain = mean_runs.run("plain", options, script=script)
+    plain.outcome.assert_success(workers=SIZE)
+    ran = mean_runs.run(
+        "elastic", options, script=script, death=at("STEP", rank=1, event=2, script=script)
+    )
+    ran.outcome.assert_success(workers=SIZE - 1)
+    assert ran.outcome.died_at
+    assert_weights(ran, plain, 1e-12)
+    assert all(each["seen"] == plain.facts[0]["seen"] for each in ran.facts)
