@@ -594,6 +594,8 @@ def _is_job_failure(broken: Broken) -> bool:
     on its own."""
     if broken.proposal.cause is Cause.FAILURE:
         return True
+    if broken.proposal.cause is Cause.UNFINISHED:
+        return bool(broken.failures)
     modes = (broken.proposal.mode, broken.members.world.mode)
     return "in-process" in modes and bool(broken.failures)
 

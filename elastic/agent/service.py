@@ -93,7 +93,7 @@ from elastic.tuning.intervals import (
     permission_s,
 )
 from elastic.wire.handshake import Credentials
-from elastic.wire.messages import WorldState
+from elastic.wire.messages import Cause, WorldState
 
 # The same where the store answers that it is full: a few attempts, in case it was freed meanwhile.
 FINISH_WHEN_FULL_S = 2.0
@@ -1292,11 +1292,13 @@ class NodeService:
         """This node's workers succeeded."""
         self.change(lambda node: replace(node, state=NodeState.FINISHED))
 
-    def finish(self, *, patience_s: float = FINISH_WITHOUT_STORE_S) -> Done | None:
+    def finish(self, *, patience_s: float = FINISH_WITHOUT_STORE_S) -> Done | WorldRecord | None:
         """This node's workers succeeded: wait until those of every live member have.
 
-        None if the store was unreachable for ``patience_s``, or is full: the outcome is unknown,
-        and :attr:`NodeStatus.store_problem` says why.
+        Returns how the job ended, or the world in which this node is to run the end of the script
+        again, because another one was lost in it. None if the store was unreachable for
+        ``patience_s``, or is full: the outcome is unknown, and :attr:`NodeStatus.store_problem`
+        says why.
         """
         self.finished()
         status, problem_since_s = self.status, None
@@ -1307,6 +1309,8 @@ class NodeService:
                 status.watchdog.heartbeat()
                 if status.fatal is not None or not self.loop.alive:
                     return None
+                if (world := status.world) is not None and self._is_to_run_the_end_in(world):
+                    return world
                 now = self._context.clock.monotonic()
                 problem_since_s = (problem_since_s or now) if status.store_problem else None
                 limit_s = when_full_s if isinstance(status.store_problem, StoreFull) else patience_s
@@ -1314,6 +1318,11 @@ class NodeService:
                     return None
                 status.changed.wait(MAIN_THREAD_SLICE_S)
             return status.done
+
+    def _is_to_run_the_end_in(self, world: WorldRecord) -> bool:
+        running = self.status.node.running
+        is_newer = running is not None and world.generation > running.generation
+        return is_newer and world.cause is Cause.UNFINISHED and self.world_wait.is_for_us(world)
 
     @property
     def probes(self) -> Routes:

@@ -254,6 +254,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             around_start=launch.starting_workers,
             on_signal=self._end_by_signal,
             redirect=launch.redirect_output,
+            on_success=self._wait_for_the_others,
         )
         return launch
 
@@ -337,6 +338,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return True
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────
+
+    def _wait_for_the_others(self) -> bool:
+        """The workers of this node have succeeded. Returns whether they are to be started again."""
+        try:
+            return self._launches[0].finish()
+        except ElasticError as error:
+            self._end(error)
 
     def _end_by_signal(self, error: SignalException) -> None:
         """torch's agent has ended its workers; ``shutdown`` is not called after a signal."""

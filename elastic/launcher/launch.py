@@ -69,7 +69,7 @@ from elastic.launcher.torch_agent import (
     Supervision,
     WorkerFailure,
 )
-from elastic.membership.records import Keys, Node, NodeState
+from elastic.membership.records import Keys, Node, NodeState, WorldRecord
 from elastic.store.etcd import EtcdStore
 from elastic.telemetry.events import HealthServed, WorkerReplaced, WorkersStarting
 from elastic.telemetry.journal import EventSink, Journal
@@ -868,9 +868,9 @@ class Launch:
         self.service.status.watchdog.heartbeat()
         self.service.expect_end_of_workers()
         try:
-            if failure is None and self.service.status.running is not None:
-                self._finish()
-            elif not self.leaving.is_requested and self.service.status.done is None:
+            has_succeeded = failure is None and self.service.status.running is not None
+            is_over = self.leaving.is_requested or self.service.status.done is not None
+            if not (has_succeeded or is_over):
                 self.service.leave(why_left(failure), failed=True)
         finally:
             self._close()
@@ -884,26 +884,31 @@ class Launch:
         finally:
             self._close()
 
-    def _finish(self) -> None:
+    def finish(self) -> bool:
+        """The workers have succeeded: wait for those of the other nodes. Returns whether this node
+        is to run the end of the script again, because another one was lost in it. Raises an
+        ElasticError if the job has failed: a launcher that sees a 0 would take it for done."""
+        self.service.expect_end_of_workers()
         self.leaving.phase = LauncherPhase.FINISHING
         if self.leaving.is_requested:  # do not wait for the other nodes
             self.service.finished()
             raise self.leaving.end()
         # A parking node waits without a limit: if it ended, it would be restarted for nothing.
         patience_s = math.inf if self._options.park else FINISH_WITHOUT_STORE_S
-        done = self.service.finish(patience_s=patience_s)
-        if done is None:
+        end = self.service.finish(patience_s=patience_s)
+        if isinstance(end, WorldRecord):
+            self._log.warning("this node runs the end of the script again: %s", end.reason)
+            return True
+        if end is None:
             self._log.warning(
                 "the workers of this node succeeded, and it leaves without waiting for the other "
                 "nodes: the end of the job cannot be recorded: %s",
                 self.service.status.store_problem or "the thread elastic-node has ended",
             )
-        elif done.exit_code != 0:
-            # Of another node's workers: a launcher that sees a 0 would take the job for done.
-            try:
-                self.service.status.raise_if_failed()
-            except ElasticError as error:
-                raise ending(error, self._launcher) from error
+        else:
+            self.service.status.raise_if_failed()
+        self.leaving.phase = LauncherPhase.CLOSING
+        return False
 
     def _close(self) -> None:
         self.leaving.phase = LauncherPhase.CLOSING

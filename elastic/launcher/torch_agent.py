@@ -70,6 +70,8 @@ class FunctionInEnvironment:
 # - its ``_start_workers`` and ``_shutdown``, replaced on that one instance: the environment of the
 #   workers is set only while they are started, and a launch that a signal ends is closed, too
 #   (``launch_agent`` does not call ``shutdown`` then);
+# - its ``_monitor_workers``, replaced likewise, and ``_restart_workers``: workers that have
+#   succeeded may be started again, to run the end of the script for a node that was lost in it;
 # - its ``_logs_specs``, replaced likewise: the destinations of the workers' output;
 # - ``torch.distributed.run`` on the call stack: torchrun gets exit codes, a program exceptions;
 # - the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
@@ -116,7 +118,9 @@ _OF_AGENTS = (
     "_assign_worker_ranks",
     "_exit_barrier",
     "_invoke_run",
+    "_monitor_workers",
     "_rendezvous",
+    "_restart_workers",
     "_shutdown",
     "_start_workers",
 )
@@ -208,10 +212,12 @@ def attach(
     around_start: Callable[[], AbstractContextManager[Mapping[str, str | None]]],
     on_signal: Callable[[SignalException], object],
     redirect: Callable[[LogsDest], LogsDest],
+    on_success: Callable[[], bool],
 ) -> None:
     """Have the agent on this thread's call stack start workers inside ``around_start()``, which
     returns its settings of ``os.environ``, with the destinations of their output that ``redirect``
-    returns, and call ``on_signal`` when a signal has ended its run, after its workers.
+    returns, call ``on_signal`` when a signal has ended its run, after its workers, and
+    ``on_success`` when these have succeeded: it returns whether they are to be started again.
 
     Raises:
         ConfigError: like :func:`calling_agent`.
@@ -219,6 +225,7 @@ def attach(
     agent, _ = _find_agent()
     try:
         start_workers, shut_down = agent._start_workers, agent._shutdown
+        monitor_workers = agent._monitor_workers
         spec, logs = agent._worker_group.spec, agent._logs_specs
     except AttributeError as error:
         raise _differs(str(error)) from error
@@ -246,8 +253,16 @@ def attach(
             if isinstance(ended_by, SignalException) and ended_by is not outer:
                 on_signal(ended_by)
 
+    def monitor_until_all_succeed(group: Any) -> Any:
+        result = monitor_workers(group)
+        if result.state is not api.WorkerState.SUCCEEDED or not on_success():
+            return result
+        agent._restart_workers(group)
+        return api.RunResult(state=api.WorkerState.HEALTHY)
+
     outer = sys.exc_info()[1]  # an exception that the program handles while it launches
     agent._start_workers, agent._shutdown = start_inside, shut_down_and_notify
+    agent._monitor_workers = monitor_until_all_succeed
     agent._logs_specs = _RedirectedLogs(logs, redirect)
 
 

@@ -201,12 +201,17 @@ def propose(
     ``restarts``: workers that could change worlds in process restart nevertheless. So do the
     workers of a replica that connected in a different replica, or in a different order.
     """
+    state = WorldState.PAUSED if cause is Cause.PAUSED else WorldState.ACTIVE
+    if reference is view.world and reference.cause is Cause.UNFINISHED and nodes:
+        # The nodes that run the end of the script do so again.
+        ids = {n.node.node_id for n in nodes}
+        cause = Cause.UNFINISHED if ids <= reference.id_set else cause
     can_stay = bool(nodes) and all(n.node.in_process for n in nodes)
     in_process = can_stay and not restarts and _have_met(nodes, reference.nodes_per_replica)
     return Proposal(
         generation=_newest_generation(view) + 1,
         nodes=tuple(n.node for n in nodes),
-        state=WorldState.PAUSED if cause is Cause.PAUSED else WorldState.ACTIVE,
+        state=state,
         mode="in-process" if in_process else "restart",
         cause=cause,
         reason=reason,
@@ -555,7 +560,8 @@ class SurvivingWorld:
         counted = len(status.ended) * self._may_be_ending
         counted += sum(ended_s > since_s for ended_s in status.ended_before_s)
         # (Not without nodes: the last ones may hold no complete replica.)
-        return bool(nodes) and len(nodes) + counted >= self.world.min_nodes
+        needed = 1 if self.world.cause is Cause.UNFINISHED else self.world.min_nodes
+        return bool(nodes) and len(nodes) + counted >= needed
 
     def _reachable(self) -> Nodes | Wait:
         """The survivors, unless one is suspect: then its lease decides, within seconds.
@@ -927,28 +933,90 @@ def _why_over(status: MemberStatus) -> str:
 def _finish_again(
     view: View, status: MemberStatus, now: float, policy: Policy
 ) -> Proposal | Wait | End | None:
-    """All nodes have finished but some that failed in the script's code after the last step, such
-    as the one that saves the model: they execute it again, from the last checkpoint. As under
-    torchrun, the job has failed if none of them restarts its workers."""
-    if not status.unfinished or status.running or status.out:
+    """All nodes have finished but some that failed, or were lost, in the script's code after the
+    last step, such as the one that saves the model: it runs again, from the last checkpoint. If the
+    script itself failed, on a node that restarts its workers: as under torchrun, the job has failed
+    if none does. If not, on another node, even one that has finished."""
+    world, unfinished = status.world, status.unfinished
+    has_failed = any(error is not None for error in unfinished.values())
+    if not unfinished or status.running or status.out or not (status.finished or has_failed):
         return None
-    world, who = status.world, listed(status.unfinished)
     candidates = find_joining_nodes(view, world, now, in_process=False)
-    per_replica, most = world.nodes_per_replica, world.max_nodes
-    arranged = arrange(None, (), candidates.eligible, per_replica=per_replica, max_nodes=most)
-    reason = f"{_why_over(status)}; {who} failed before the end of the script"
-    if arranged.nodes:
+    reason = f"{_why_over(status)}; {_short_of_the_end(unfinished)}"
+    if (late := _still_in_the_end(view, status, now, policy)) is not None:
+        return late
+    if nodes := _whole(candidates.eligible, at_most=world.max_nodes):
         if status.went_on:
             return None  # the members that are gone were training
-        return propose(view, world, arranged.nodes, Cause.FAILURE, reason)
-    restarting = [
-        n for n in view.nodes if n.node.name in status.unfinished and n.node.state in BEFORE_RUNNING
+        return propose(view, world, nodes, Cause.UNFINISHED, reason)
+    finished = _able_to_return(view, world)
+    if not has_failed and (nodes := _whole(finished)):
+        reason += f"; {names(nodes)} {verb(nodes, 'run')} it again"
+        return propose(view, world, nodes, Cause.UNFINISHED, reason, restarts=True)
+    since_s = [
+        n.state_since_s
+        for n in view.nodes
+        if n.node.name in unfinished and n.node.state in BEFORE_RUNNING
     ]
-    until_s = max((n.state_since_s for n in restarting), default=0.0) + policy.join_timeout_s
-    if restarting and now < until_s:
+    if not has_failed:  # their replicas lack nodes
+        since_s += [g.last_sign_s for g in status.gone] or [view.world_since_s]
+    until_s = max(since_s, default=-math.inf) + policy.join_timeout_s
+    if now < until_s:
         return Wait(reason=also(reason, candidates), until_s=until_s)
     failed = End(outcome=Outcome.FAILURE, reason=reason, exit_code=JobFailed.exit_code)
     return _still_ending(view, now, policy) or failed
+
+
+def _short_of_the_end(unfinished: Mapping[str, str | None]) -> str:
+    """
+    >>> _short_of_the_end({"n1": None, "n2": "OSError: no space", "n3": ""})
+    'n1 was lost, n2 failed (OSError: no space), n3 failed before the end of the script'
+    """
+    how = [
+        f"{name} was lost" if error is None else f"{name} failed" + f" ({error})" * bool(error)
+        for name, error in unfinished.items()
+    ]
+    return f"{listed(how)} before the end of the script"
+
+
+def _still_in_the_end(
+    view: View, status: MemberStatus, now: float, policy: Policy
+) -> Proposal | Wait | None:
+    """While nodes may run the end of the script, no other one begins to."""
+    world = status.world
+    returning = [
+        n
+        for n in view.nodes
+        if world.cause is Cause.UNFINISHED
+        and n.node.node_id in world.id_set
+        and n.node.state is NodeState.FINISHED
+        and n.liveness is Liveness.ALIVE
+    ]
+    until_s = view.world_since_s + policy.join_timeout_s
+    if returning and now < until_s:
+        return Wait(reason=f"{names(returning)} start to run the script's end", until_s=until_s)
+    return _while_silent(view, status, now, policy) or _still_stepping(view, now, policy)
+
+
+def _able_to_return(view: View, world: WorldRecord) -> Nodes:
+    """Nodes that have finished and wait for the others, without those that did not start again."""
+    asked: frozenset[str] = world.id_set if world.cause is Cause.UNFINISHED else frozenset()
+    return by_seniority(
+        n
+        for n in view.nodes
+        if n.node.state is NodeState.FINISHED
+        and n.liveness is Liveness.ALIVE
+        and n.node.node_id not in asked
+    )
+
+
+def _whole(nodes: Nodes, *, at_most: int = 0) -> Nodes:
+    """As many of these nodes as form replicas; 0: those of one."""
+    if not nodes:
+        return ()
+    per_replica = nodes[0].node.nodes_per_replica
+    most = at_most or per_replica
+    return arrange(None, (), nodes, per_replica=per_replica, max_nodes=most).nodes
 
 
 def _first_world(view: View, now: float, policy: Policy) -> Proposal | Wait:
@@ -965,18 +1033,8 @@ def _without_survivors(
     """Section 2: without a survivor, the old world must be proved dead, or silent for
     ``takeover_s``."""
     silent = [g for g in status.gone if not g.proved]
-    if silent and all(g.is_overdue for g in silent):
-        # They renew their leases: a world without members ends their workers.
-        why = "; ".join(status.sentences)
-        return propose(view, status.world, (), Cause.PAUSED, why)
-    until = max((g.last_sign_s for g in silent), default=now) + policy.takeover_s
-    if silent and now < until:
-        who = "; ".join(g.sentence for g in silent)
-        reason = (
-            f"generation {status.world.generation} may still run: {who}; "
-            f"it is taken over {policy.takeover_s:g} s after the last sign"
-        )
-        return Wait(reason=reason, until_s=until)
+    if (late := _while_silent(view, status, now, policy)) is not None:
+        return late
     why = "; ".join(status.sentences) or "the last world has no members"
     missing = {m.member.node_id for m in view.missing}
     has_left = status.world.left_in_order and missing.isdisjoint(
@@ -1001,6 +1059,27 @@ def _without_survivors(
     if isinstance(decision, Proposal):
         return replace(decision, left_in_order=has_left)
     return decision
+
+
+def _while_silent(
+    view: View, status: MemberStatus, now: float, policy: Policy
+) -> Proposal | Wait | None:
+    """Members that are not proved dead: their workers may run until ``takeover_s`` after the last
+    sign of them."""
+    silent = [g for g in status.gone if not g.proved]
+    if silent and all(g.is_overdue for g in silent):
+        # They renew their leases: a world without members ends their workers.
+        why = "; ".join(status.sentences)
+        return propose(view, status.world, (), Cause.PAUSED, why)
+    until = max((g.last_sign_s for g in silent), default=now) + policy.takeover_s
+    if silent and now < until:
+        who = "; ".join(g.sentence for g in silent)
+        reason = (
+            f"generation {status.world.generation} may still run: {who}; "
+            f"it is taken over {policy.takeover_s:g} s after the last sign"
+        )
+        return Wait(reason=reason, until_s=until)
+    return None
 
 
 def _can_reach_boundary(view: View) -> bool:

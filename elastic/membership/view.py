@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -250,9 +251,9 @@ class MemberStatus:
     ended_before_s: tuple[float, ...]  # since when the finished nodes that are not members have
     peers: frozenset[str]  # the members that the finished ones ran with, if still reported
     went_on: bool  # a member has run a later world than those that finished
-    # Names of the nodes whose workers failed after others had finished the same training, in the
-    # script's code after the last step, and of the members that failed for good.
-    unfinished: tuple[str, ...]
+    # Names of the nodes that did not reach the end of the script after others had finished the same
+    # training, and the error of each ("": not known); None: it was lost, or left.
+    unfinished: Mapping[str, str | None]
     absent: tuple[str, ...]  # names of members that finished before they could enter this world
     failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
     in_groups: frozenset[str]  # ids of all present nodes whose workers run a world, members or not
@@ -287,7 +288,7 @@ class MemberStatus:
         # (In restart mode a member starts with the world, not at a switch, unless no member can.)
         is_known = self.world.mode == "in-process" or self.absent
         peers_known = self.peers if is_known else frozenset()
-        if self.went_on:
+        if self.went_on or self.unfinished:
             return False
         left = (n.node.node_id for n in self.running + self.out)
         return not any(node_id in peers_known or not peers_known for node_id in left)
@@ -297,7 +298,8 @@ class MemberStatus:
         """No member can enter this world, because others finished before, and no member ran with
         those: the job is over once the workers that wait for them have ended."""
         left = {n.node.node_id for n in self.running + self.out}
-        return bool(self.absent and self.peers) and self.peers.isdisjoint(left)
+        is_apart = bool(self.absent and self.peers) and self.peers.isdisjoint(left)
+        return is_apart and not self.unfinished
 
     @property
     def survivors(self) -> tuple[NodeView, ...]:
@@ -451,7 +453,7 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         ended_before_s=tuple(n.state_since_s for n in ended_nodes if n.node.node_id not in members),
         peers=_peers_of_finished(view),
         went_on=_has_gone_on(view, world),
-        unfinished=_unfinished(view, world, gone, finished) if finished else (),
+        unfinished=_unfinished(view, world, gone, set(finished)),
         absent=tuple(absent),
         failure_reports=_failure_reports(view, world, running),
         in_groups=frozenset(
@@ -545,12 +547,14 @@ def _is_absent(running: WorldReference | None, world: WorldRecord) -> bool:
     """Whether a member that finished in ``running`` will never enter ``world``, for which its
     workers would have to restart: the other members would wait for it."""
     is_older = running is not None and running.generation < world.generation
-    return is_older and world.mode == "restart"
+    return is_older and world.mode == "restart" and world.cause is not Cause.UNFINISHED
 
 
 def _has_gone_on(view: View, world: WorldRecord) -> bool:
     """Whether a member has run a later world than any node that finished: those had ended early,
     and the job is not over once the members are lost, or leave."""
+    if world.cause is Cause.UNFINISHED:
+        return False  # it has only to run the end of the script
     nodes = {n.node.node_id: n.node for n in view.nodes}
     missing = {m.member.node_id: m for m in view.missing}
     ended = {i: node.running for i, node in nodes.items() if node.state is NodeState.FINISHED}
@@ -574,27 +578,40 @@ def _has_gone_on(view: View, world: WorldRecord) -> bool:
 
 
 def _unfinished(
-    view: View, world: WorldRecord, gone: Sequence[Gone], finished: Sequence[str]
-) -> tuple[str, ...]:
-    """See :attr:`MemberStatus.unfinished`. Survivors in process exclude a node that fails, and are
-    never in that world if they only had to end: then its work after the last step is not theirs."""
+    view: View, world: WorldRecord, gone: Sequence[Gone], finished: AbstractSet[str]
+) -> dict[str, str | None]:
+    """See :attr:`MemberStatus.unfinished`. Survivors in process exclude a node that fails or dies,
+    and are never in that world if they only had to end: then its work after the last step is not
+    theirs."""
     names = {member.node_id: member.name for member in world.members}
-    failed = {names[g.node_id]: None for g in gone if g.failed}
+    if world.cause is Cause.UNFINISHED:
+        ended = {
+            n.node.node_id: n.node.running for n in view.nodes if n.node.state is NodeState.FINISHED
+        }
+        ended |= {m.member.node_id: m.running for m in view.missing if m.finished}
+        done = {i for i, group in ended.items() if group and group.generation >= world.generation}
+        failed = {g.node_id for g in gone if g.failed}
+        return {name: "" if i in failed else None for i, name in names.items() if i not in done}
+    if not finished:
+        return {}
+    unfinished: dict[str, str | None] = {names[g.node_id]: "" for g in gone if g.failed}
     groups = (n.node.running for n in view.nodes if n.node.state is NodeState.FINISHED)
     last = max((g for g in groups if g is not None), key=lambda g: g.generation, default=None)
-    if last is not None and not _has_gone_on(view, world):
-        ids = frozenset(group_of(last) or ())
-        failed |= {
-            n.node.name: None
-            for n in view.nodes
-            if n.node.node_id in ids and n.node.has_failed and n.node.state in BEFORE_RUNNING
-        }
-        # The record of a node that is gone may have been deleted.
-        broken = (b for b in world.breakages if b.generation == last.generation)
-        by_name = (f.node for b in broken for f in b.failures)
-        ended = set(finished)
-        failed |= {name: None for name in by_name if name not in ended}
-    return tuple(failed)
+    if last is None or _has_gone_on(view, world):
+        return unfinished
+    ids = frozenset(group_of(last) or ())
+    unfinished |= {
+        n.node.name: _error_line(n.node.failure)
+        for n in view.nodes
+        if n.node.node_id in ids and n.node.has_failed and n.node.state in BEFORE_RUNNING
+    }
+    lost_in = {names[g.node_id] for g in gone if g.node_id in ids}
+    # The record of a node that is gone may have been deleted.
+    for broken in (b for b in world.breakages if b.generation == last.generation):
+        failures = (f for f in broken.failures if f.node not in finished)
+        unfinished |= {f.node: _error_line(f.text) for f in failures}
+        lost_in |= set(broken.lost) - finished
+    return dict.fromkeys(sorted(lost_in)) | unfinished
 
 
 def _peers_of_finished(view: View) -> frozenset[str]:
@@ -695,9 +712,13 @@ def _is_out(node: Node, world: WorldRecord, oldest: int) -> bool:
     return world.mode == "in-process" and node.state is not NodeState.READY
 
 
+def _error_line(failure: str | None) -> str:
+    return exception_line(failure or "")[:MAX_FAILURE_CHARS]
+
+
 def _failure(node: Node) -> str:
-    if node.failure and (line := exception_line(node.failure)):
-        return f"{node.name} failed: {line[:MAX_FAILURE_CHARS]}"
+    if line := _error_line(node.failure):
+        return f"{node.name} failed: {line}"
     if node.failure_exit_code:
         return f"{node.name} failed with exit code {node.failure_exit_code}"
     return f"{node.name} left generation {node.arrived_for}"

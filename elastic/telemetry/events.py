@@ -58,7 +58,7 @@ class WorldFormed(Event):
     size: int  # number of workers
     state: str  # "active", or "paused" with too few nodes
     mode: str  # "restart" or "in-process": how workers enter it
-    cause: str  # first, lost, left, failure, joined, paused, resumed or takeover
+    cause: str  # first, lost, left, failure, joined, paused, resumed, takeover or unfinished
     reason: str  # a sentence
 
 

@@ -35,6 +35,7 @@ class Cause(str, Enum):
     PAUSED = "paused"  # fewer than min_nodes remain
     RESUMED = "resumed"  # enough nodes again
     TAKEOVER = "takeover"  # every member of the last world is lost
+    UNFINISHED = "unfinished"  # a node failed or was lost in the script's end: it is run again
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,11 +238,16 @@ class Attaching(OneWorld):
                 around_start=self.starting,
                 on_signal=lambda e: self.seen.append(e.sigval.name),
                 redirect=self.redirect,
+                on_success=self.succeeded,
             )
         return super().next_rendezvous()
 
     def redirect(self, destinations: LogsDest) -> LogsDest:
         return destinations
+
+    def succeeded(self) -> bool:
+        self.seen.append("succeeded")
+        return self.seen.count("succeeded") == 1
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[dict[str, str | None]]:
@@ -253,11 +258,12 @@ class Attaching(OneWorld):
         self.seen.append("started")
 
 
-def test_workers_are_started_inside_the_given_context() -> None:
+def test_workers_are_started_inside_the_given_context_and_again_if_the_end_is_to_run() -> None:
     handler = Attaching(world(1), 0)
     agent = agent_for(handler, 1, '[ "$STARTING" = 1 ]')
     assert agent.run().state == api.WorkerState.SUCCEEDED
-    assert handler.seen == ["starting", "started"]
+    assert handler.seen == ["starting", "started", "succeeded"] * 2
+    assert agent._remaining_restarts == agent._worker_group.spec.max_restarts
 
 
 def test_the_output_of_workers_goes_to_the_given_destinations(tmp_path: Path) -> None:

@@ -614,9 +614,11 @@ def test_a_job_restarts_after_all_nodes_crashed(
     assert {member.node_id for member in world.members} == {node.id for node in fresh}
 
 
-def test_finish_waits_for_live_nodes_only(start: Callable[..., TestNode]) -> None:
+def test_a_node_that_has_finished_runs_the_end_of_the_script_for_one_that_crashed(
+    start: Callable[..., TestNode],
+) -> None:
     a, b, c = trio(start)
-    ended: list[Done | None] = []
+    ended: list[Done | WorldRecord | None] = []
     threads = [
         threading.Thread(target=lambda n=n: ended.append(n.service.finish()), name="main")
         for n in (a, b)
@@ -626,9 +628,16 @@ def test_finish_waits_for_live_nodes_only(start: Callable[..., TestNode]) -> Non
     eventually(lambda: a.status.node.state is NodeState.FINISHED)
     assert not ended
     c.crash()
+    eventually(lambda: ended)
+    (world,) = ended
+    assert isinstance(world, WorldRecord) and world.cause is Cause.UNFINISHED
+    again = next(node for node in (a, b) if world.node_ids == (node.id,))
+    again.arrive().enter()
+    ended.append(again.service.finish())
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert [done.outcome for done in ended if done] == [Outcome.SUCCESS] * 2
+    outcomes = [end.outcome for end in ended if isinstance(end, Done)]
+    assert outcomes == [Outcome.SUCCESS] * 2
 
 
 def test_a_job_that_has_ended_leaves_its_outcome_and_nothing_else(
@@ -690,7 +699,7 @@ def test_a_node_that_has_finished_may_leave_before_the_others_have(
     eventually(lambda: leader_in(server) == last.id)
     eventually(lambda: [e for e in last.events if isinstance(e, Waiting)])
     end = last.service.finish()
-    assert end is not None and end.outcome is Outcome.SUCCESS
+    assert isinstance(end, Done) and end.outcome is Outcome.SUCCESS
     assert world_in(server).generation == 1
     assert not [event for event in last.events if isinstance(event, NodeLost)]
     assert MemoryStore(server).get(KEYS.node(first.id)) is None  # nothing remains of it
@@ -818,7 +827,7 @@ def test_a_node_that_finishes_during_a_store_outage_does_not_hang(
     eventually(lambda: a.service.loop.isolation.watch_is_cut)
     last_contact[0] = time.monotonic() - 5.0
     a.status.store_problem = None  # as after an iteration that did not need the store
-    ended: list[Done | None] = []
+    ended: list[Done | WorldRecord | None] = []
     main = threading.Thread(
         target=lambda: ended.append(a.service.finish(patience_s=0.2)), name="main", daemon=True
     )
@@ -845,7 +854,7 @@ def test_a_parking_node_that_finishes_waits_until_a_full_store_is_freed(
     a = start(min_nodes=1, max_nodes=1).arrive()
     a.enter()
     server.full = True
-    ended: list[Done | None] = []
+    ended: list[Done | WorldRecord | None] = []
     main = threading.Thread(
         target=lambda: ended.append(a.service.finish(patience_s=math.inf)), name="main", daemon=True
     )
@@ -853,7 +862,7 @@ def test_a_parking_node_that_finishes_waits_until_a_full_store_is_freed(
     eventually(lambda: isinstance(a.service.status.store_problem, StoreFull))
     server.full = False
     main.join(DEADLINE_S)
-    assert [done is not None and done.exit_code for done in ended] == [0]
+    assert [isinstance(end, Done) and end.exit_code for end in ended] == [0]
 
 
 def test_a_node_that_arrives_again_under_a_full_store_is_told_so_at_once(

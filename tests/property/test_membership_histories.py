@@ -215,7 +215,7 @@ class Histories(RuleBasedStateMachine):
             check_replicas(proposal, view, self.per_replica, self.policy.max_nodes)
         if before and not survivors and chosen:
             # docs/explanation/protocol.md, section 3: proof, leave, or takeover_s without contact.
-            assert proposal.cause is Cause.TAKEOVER
+            assert proposal.cause in (Cause.TAKEOVER, Cause.UNFINISHED)
             for m in view.missing:
                 silent_s = self.now - m.last_sign_s + ROUNDING_S
                 assert m.proved_dead or m.finished or silent_s >= self.policy.takeover_s
@@ -230,15 +230,21 @@ class Histories(RuleBasedStateMachine):
             finished |= {
                 m.member.node_id for m in view.missing if m.finished and m.last_sign_s > since_s
             }
-            assert chosen and len(chosen) + len(finished) >= self.policy.min_nodes
+            is_end = proposal.cause is Cause.UNFINISHED
+            assert chosen and (is_end or len(chosen) + len(finished) >= self.policy.min_nodes)
 
     def has_gone_on(self) -> bool:
         """Whether a member has run a later world than any node that has finished."""
         assert self.world is not None
         finished = [m for m in self.machines.values() if m.record.state is NodeState.FINISHED]
         last = max((m.record.last_run or 0 for m in finished), default=0)
-        members = (self.machines[node_id].record for node_id in self.world.node_ids)
-        return any((record.last_run or 0) > last for record in members)
+        members = [self.machines[node_id].record for node_id in self.world.node_ids]
+        # Nobody steps in a world that waits for a member which finished before it.
+        is_waiting = any(
+            record.state is NodeState.FINISHED and (record.last_run or 0) < self.world.generation
+            for record in members
+        )
+        return not is_waiting and any((record.last_run or 0) > last for record in members)
 
     def check_end(self, end: End, view: View) -> None:
         assert view.world is not None
@@ -353,7 +359,12 @@ class Histories(RuleBasedStateMachine):
 
     def adopt_world(self, machine: Machine) -> None:
         record, current = machine.record, self.world
-        if current is None or record.state not in (NodeState.ARRIVED, NodeState.STARTING):
+        if current is None:
+            return
+        is_called = current.cause is Cause.UNFINISHED and record.node_id in current.id_set
+        if record.state is NodeState.FINISHED and is_called:
+            assert record.running is not None
+        elif record.state not in (NodeState.ARRIVED, NodeState.STARTING):
             return
         if record.running is not None and record.running.generation < current.generation:
             after = record.running.generation

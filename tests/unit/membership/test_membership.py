@@ -368,8 +368,13 @@ def test_a_finished_job_does_not_wait_indefinitely_for_a_silent_member() -> None
     silent = suspect(seen(node("n2", NodeState.STARTING, running=group)), NOW)
     v = view(group, ended, silent)
     assert isinstance(decide(v, NOW + POLICY.takeover_s - 1, POLICY), Wait)
-    end = decide(v, NOW + POLICY.takeover_s, POLICY)
-    assert isinstance(end, End) and end.outcome is Outcome.SUCCESS
+    later = NOW + POLICY.takeover_s
+    assert named(proposal(v, now=later)) == []  # ends its workers
+    lost = replace(N1_LOST, lost=("n2",))
+    empty = replace(world(generation=8, state=PAUSED), breakages=(lost,))
+    leaves = replace(silent, node=replace(silent.node, state=NodeState.LEAVING))
+    assert isinstance(decide(view(empty, ended, leaves, world_since_s=later), later, POLICY), Wait)
+    assert named(proposal(view(empty, ended, world_since_s=later), now=later)) == ["n1"]
 
 
 def test_the_end_of_a_broken_world_waits_for_a_silent_member_for_takeover_s() -> None:
@@ -379,7 +384,7 @@ def test_the_end_of_a_broken_world_waits_for_a_silent_member_for_takeover_s() ->
     silent = suspect(seen(node("n2", NodeState.STARTING, running=group)))
     v = view(group, silent, finished, gone=[missing("n1", proved_dead=True)])
     assert wait(v, now=NOW + POLICY.takeover_s - 1).until_s == NOW + POLICY.takeover_s
-    assert isinstance(decide(v, NOW + POLICY.takeover_s, POLICY), End)
+    assert named(proposal(v, now=NOW + POLICY.takeover_s)) == []
 
 
 def test_a_leaving_or_finished_suspect_does_not_delay_a_change() -> None:
@@ -613,18 +618,12 @@ def test_leaving_members_prove_nothing_about_silent_ones() -> None:
     "v",
     [
         view(world("n1", "n2"), *(in_state(n, NodeState.FINISHED) for n in ("n1", "n2"))),
-        view(world("n1", "n2"), in_state("n1", NodeState.FINISHED), gone=[missing("n2")]),
-        view(
-            world("n1", "n2"),
-            in_state("n1", NodeState.FINISHED),
-            in_state("n2", NodeState.LEAVING),
-        ),
         view(world("n2"), in_state("n1", NodeState.FINISHED), gone=[missing("n2")]),
         view(world("n1"), gone=[replace(missing("n1"), finished=True)]),
     ],
-    ids=["all", "rest lost", "rest leaves", "finished earlier world", "finished and exited"],
+    ids=["all", "finished earlier world", "finished and exited"],
 )
-def test_the_job_ends_when_all_nodes_have_finished_or_are_lost(v: View) -> None:
+def test_the_job_ends_when_all_nodes_have_finished(v: View) -> None:
     d = decide(v, NOW, POLICY)
     assert isinstance(d, End)
     assert (d.outcome, d.exit_code) == (Outcome.SUCCESS, 0)
@@ -791,7 +790,8 @@ def test_what_failed_after_the_last_step_runs_again(in_process: bool) -> None:
         WorldState.ACTIVE,
         "in-process" if in_process else "restart",
     )
-    assert p.reason == "n2, n3 finished; n1 failed before the end of the script"
+    why = "n1 failed (OSError: no space) before the end of the script"
+    assert p.reason == f"n2, n3 finished; {why}"
     limit_s = NOW - 50 + POLICY.join_timeout_s
     assert wait(view(after, *done, seen(warms_up))).until_s == limit_s
     again = world("n1", generation=9, limits=(3, 3))
@@ -801,6 +801,82 @@ def test_what_failed_after_the_last_step_runs_again(in_process: bool) -> None:
     finished = seen(node("n1", NodeState.FINISHED, running=again))
     end = decide(view(again, *done, finished), NOW, POLICY)
     assert isinstance(end, End) and end.outcome is Outcome.SUCCESS
+
+
+N1_LOST = replace(N1_FAILED, failures=(), lost=("n1",))
+END = replace(world("n2", generation=8, limits=(3, 3)), cause=Cause.UNFINISHED)
+
+
+@pytest.mark.parametrize("how", ["killed", "silent", "asked to leave", "excluded, and finished"])
+def test_the_end_of_a_script_that_a_node_was_lost_in_runs_again_on_one_that_has_finished(
+    how: str,
+) -> None:
+    """n1 saves the model for minutes, and n2 and n3 have nothing more to do."""
+    group = world("n1", "n2", "n3", limits=(3, 3))
+    done = [seen(node(n, NodeState.FINISHED, running=group, limits=(3, 3))) for n in ("n2", "n3")]
+    n1 = node("n1", NodeState.LEAVING, running=group, limits=(3, 3))
+    v = {
+        "killed": view(group, *done, gone=[missing("n1", proved_dead=True)]),
+        "silent": view(group, *done, gone=[missing("n1")]),
+        "asked to leave": view(group, *done, seen(n1)),
+        "excluded, and finished": view(
+            replace(world("n2", "n3", generation=8, limits=(3, 3)), breakages=(N1_LOST,)), *done
+        ),
+    }[how]
+    decision = decide(v, NOW, POLICY)
+    if how in ("silent", "asked to leave"):  # its workers may still run
+        assert isinstance(decision, Wait) and decision.until_s is not None
+        decision = decide(v, decision.until_s, POLICY)
+    assert isinstance(decision, Proposal)
+    assert (named(decision), decision.mode) == (["n2"], "restart")
+    assert (decision.state, decision.cause) == (WorldState.ACTIVE, Cause.UNFINISHED)
+    assert "n1 was lost before the end of the script; n2 runs it again" in decision.reason
+    saved = view(group, *done, seen(replace(n1, state=NodeState.FINISHED)))
+    assert isinstance(decide(saved, NOW, POLICY), End)
+    spare = replace(v, nodes=(*v.nodes, seen(node("n4", limits=(3, 3)))))
+    assert named(proposal(spare, now=NOW + POLICY.leave_s)) == ["n4"]
+
+
+def test_a_node_that_runs_the_end_of_the_script_again_is_followed_to_that_end() -> None:
+    group = world("n1", "n2", "n3", limits=(3, 3))
+    done = [seen(node(n, NodeState.FINISHED, running=group, limits=(3, 3))) for n in ("n2", "n3")]
+    n2 = done[0].node
+    limit_s = NOW + POLICY.join_timeout_s
+    waits = view(END, *done, world_since_s=NOW)
+    assert wait(waits).until_s == limit_s
+    assert named(proposal(waits, now=limit_s)) == ["n3"]
+    left = view(END, dead(done[0]), done[1], world_since_s=NOW)
+    assert named(proposal(left)) == ["n3"]
+    arrives = replace(n2, state=NodeState.ARRIVED, running=None, arrived_for=7)
+    starts = replace(n2, state=NodeState.STARTING, running=END)
+    for runs_it in (arrives, starts):
+        assert "runs on n2" in wait(view(END, done[1], seen(runs_it))).reason
+    again = proposal(view(END, done[1], seen(replace(arrives, arrived_for=8))))
+    assert (named(again), again.state, again.cause) == (["n2"], WorldState.ACTIVE, Cause.UNFINISHED)
+    lost = view(END, done[1], gone=[missing("n2", proved_dead=True)])
+    assert named(proposal(lost)) == ["n3"]
+    failed = replace(
+        arrives, state=NodeState.FAILED, arrived_for=8, failure="OSError", ran_generation=8
+    )
+    end = decide(view(END, done[1], seen(failed)), NOW, POLICY)
+    assert isinstance(end, End) and (end.outcome, end.exit_code) == (Outcome.FAILURE, 1)
+    finished = seen(replace(n2, running=END))
+    end = decide(view(END, done[1], finished), NOW, POLICY)
+    assert isinstance(end, End) and end.outcome is Outcome.SUCCESS
+    # All have left since: a later start begins it, and is no success by itself.
+    later = view(END, *map(dead, done), arrived("n4"), world_since_s=NOW)
+    assert not isinstance(decide(later, NOW, POLICY), End)
+
+
+def test_a_spare_that_is_to_run_the_end_of_the_script_is_waited_for() -> None:
+    """In process, it enters that world only later."""
+    group = world("n1", "n2", mode="in-process")
+    done = seen(node("n2", NodeState.FINISHED, running=group))
+    spare = seen(node("n3", NodeState.READY, in_process=True))
+    p = proposal(view(group, done, spare, gone=[missing("n1", proved_dead=True)]))
+    assert (named(p), p.mode) == (["n3"], "in-process")
+    end = replace(world("n3", generation=8, mode="in-process"), cause=Cause.UNFINISHED)
+    assert "runs on n3" in wait(view(end, done, spare)).reason
 
 
 @pytest.mark.parametrize("excluded", [False, True])
@@ -817,7 +893,8 @@ def test_a_script_that_fails_after_the_last_step_fails_the_job_if_it_is_not_rest
     v = view(after, finished) if excluded else view(group, finished, failed)
     end = decide(v, NOW, POLICY)
     assert isinstance(end, End) and (end.outcome, end.exit_code) == (Outcome.FAILURE, 1)
-    assert end.is_final and "n1 failed before the end of the script" in end.reason
+    why = "n1 failed (OSError: no space) before" if excluded else "n1 failed: OSError: no space; n1"
+    assert end.is_final and why in end.reason
     spare = replace(v, nodes=(*v.nodes, arrived("n3")))
     assert named(proposal(spare)) == ["n3"]
 
