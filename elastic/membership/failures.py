@@ -107,10 +107,12 @@ RULES: tuple[Rule, ...] = (
         "refused-elsewhere",
         Action.RESTART,
         Confidence.HIGH,
-        "another rank could not restore the state",
+        "another rank could not restore the state, or has left the loop",
         # elastic/train/shards.py; it quotes the other rank's error, which may match
         # any rule.
         r"trainingerror: this rank ends because rank \d+ could not restore the state",
+        # elastic/train/early_leave.py
+        r"trainingerror: this rank ends because ranks? [\d, and]+ left the loop",
         is_consequence=True,
     ),
     _rule(

@@ -212,7 +212,7 @@ class EarlyLeave(Hook):
                 verdict = self._verdict(store, place, limit_s) if limit_s else _ANNOUNCED
                 self._places[place] = verdict
                 if verdict not in (None, _TOGETHER, _ANNOUNCED):
-                    self._refuse(store, verdict)
+                    self._refuse(store, json.loads(verdict))
                 return verdict == _TOGETHER
         except _LOST:
             return False  # as the next collective reports
@@ -282,7 +282,8 @@ class EarlyLeave(Hook):
         if not store.check([key]):
             store.compare_set(key, "", json.dumps(self._found(store, note)))
         if (verdict := store.get(key).decode()) != _TOGETHER:
-            self._refuse(store, verdict)
+            # (So that the node that has left is excluded, whichever fails first.)
+            self._refuse(store, f"this rank ends because {json.loads(verdict)}")
 
     def _is_missed_by(self, note: _Note) -> bool:
         """Whether a rank whose training function has returned has not begun the collective in which
@@ -296,16 +297,16 @@ class EarlyLeave(Hook):
         left = [r for r in ranks if store.check([self._key(f"{note.place}/{r}")])]
         return _describe(left, note.done, self._lifecycle.world.rank, self._begun)
 
-    def _refuse(self, store: Any, verdict: str) -> None:
+    def _refuse(self, store: Any, why: str) -> None:
         """Set the error, once all ranks know of it: the first one to end would interrupt the
         others."""
         with self._refusing:
             if self._error is None:
-                self._set_error(store, verdict)
+                self._set_error(store, why)
 
-    def _set_error(self, store: Any, verdict: str) -> None:
+    def _set_error(self, store: Any, why: str) -> None:
         error = TrainingError(
-            json.loads(verdict),
+            why,
             hint="let all ranks decide together, after each step or after every few:\n"
             "    is_late = float(time.monotonic() > end)\n"
             '    if run.mean(1.0, late=is_late)["late"] > 0:\n'

@@ -177,8 +177,12 @@ def test_a_rank_that_exits_cleanly_alone_is_named_by_all_ranks(
     path.write_text(EXITS.replace("RANKS", "[1]"))
     outcome = runs.world.run(path, tmp_path / "ranks", size=3)
     assert not outcome.survivors
-    for worker in (worker for worker in outcome.workers if worker.exit_code is not None):
-        assert "rank 1 left the loop after step 5, while rank" in worker.error, outcome.describe()
+    for rank, worker in enumerate(outcome.workers):
+        if worker.exit_code is not None:
+            error = "rank 1 left the loop after step 5, while rank"
+            assert error in worker.error, outcome.describe()
+            assert f"this rank ends because {error}" in worker.error or rank == 1
+    assert "this rank ends" not in outcome.workers[1].error, outcome.describe()
     assert outcome.worlds == 1
 
 
