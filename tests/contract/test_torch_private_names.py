@@ -75,7 +75,6 @@ REPLACED = {
         "run.Attempt.__exit__",  # to end a checked script after its last step
     },
     "elastic/testing/small_world/worker.py": {
-        "rollback.COPY_IS_CHEAP_S",
         "run.start_components",  # to know the run that the script joins
         "sys.argv",
         "sys.stderr",
