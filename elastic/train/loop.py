@@ -604,6 +604,7 @@ class StepLoop:
             if step is not None and step.number == number:  # not that of a newer loop
                 is_last = loader.position.step + 1 == len(loader)
                 self.early_leave.leave_steps(is_first=is_first, is_last=is_last)
+                self._seed_after_loop()
             elif step is None and loader.position.step < len(loader):
                 self.early_leave.leave()
             self.current.leave(loader)
@@ -626,9 +627,14 @@ class StepLoop:
             return False
         self.current.leave(loader)
         self._pass_is_read = is_read
-        # All ranks draw the same numbers after a loop, in each attempt: as after a commit.
-        seed_between_steps(self._job.seed, self.epoch, self.step_number + 2)
+        self._seed_after_loop()
         return True
+
+    def _seed_after_loop(self) -> None:
+        """All ranks draw the same numbers after a loop whose last step stays open, in each attempt:
+        as after a commit."""
+        if self.current.accumulation.since is None:
+            seed_between_steps(self._job.seed, self.epoch, self.step_number + 2)
 
     def _leave_held(self) -> None:
         """Leave a loop whose iterator outlives it, in an attribute or a variable of the module."""

@@ -861,3 +861,22 @@ def test_items_that_are_batches_are_weighted_in_run_steps() -> None:
         optimizer.step()
     expected = torch.cat([p.detach().reshape(-1) for p in plain.parameters()])
     assert torch.allclose(weights, expected, rtol=0, atol=1e-12)
+
+
+def test_numbers_drawn_after_a_break_do_not_depend_on_those_of_its_step() -> None:
+    """Ranks may draw different numbers of them in a step."""
+
+    def drawn(extra: int) -> float:
+        with process() as run:
+            script = job(run)
+
+            def train() -> float:
+                for x, y in script.loader:
+                    script.update(x, y)
+                    torch.rand(extra)
+                    break
+                return torch.rand(1).item()
+
+            return run.retry(train)
+
+    assert drawn(0) == drawn(3)
