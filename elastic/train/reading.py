@@ -485,6 +485,7 @@ class OtherLoaders:
                 "  or, if it begins again at its end, more = next(others), with\n"
                 "    def endless(loader):\n        while True:\n            yield from loader\n"
                 "    others = endless(other)\n"
+                "  or, if it is only evaluated, with torch.no_grad(): around next(others)\n"
                 f"  or run.untracked({OTHER_LOADER!r}) before training, if it need not be exact",
             )
 
