@@ -5,7 +5,8 @@ loops resume. So what a variable kept from the step before is lost: the hidden s
 (``out, h = model(x, h)``), a baseline, a temperature that decays, the batch before, a queue of
 keys. Nothing raises an error.
 
-It is decided from the source of the functions that are being called, before the first step. A loop
+It is decided from the source of the functions that are being called, before a loop's first step:
+as one function, with attributes as variables (:mod:`elastic.train.inlining`). A loop
 *carries* a variable that an iteration may read before it assigns it, and that the loop assigns, or
 a container or tensor from before the loop that it changes in place. Values are then followed
 through the loop's body and what follows it, in the order of statements, to where they train: a
@@ -23,20 +24,12 @@ from dataclasses import dataclass
 from types import FrameType, FunctionType
 
 from elastic.errors import TrainingError
-from elastic.train.checks import (
-    LIBRARIES,
-    Loop,
-    attempts_around,
-    frames_of_script,
-    loops_around,
-    tree_of,
-)
+from elastic.train.checks import LIBRARIES, Loop, frames_of_script, loops_around, tree_of
+from elastic.train.inlining import KEEPERS, Inlined, inlined, plain_name, source_of, text_of
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
-# Calls by which the run keeps a value, or gives an object that belongs to it.
-_KEEPERS = frozenset({"track", "wrap", "loader", "shard", "build", "prepare", "setup"})
 # Attributes of the run, a loader or a step from which a script computes where it resumes.
 _RESUMED = frozenset({"state", "index", "position", "epoch", "number", "epochs", "largest_world"})
 # Iterators: what they read next is the concern of the loader.
@@ -64,25 +57,28 @@ class CarriedVariable:
 
 
 def refuse_carried(
-    frame: FrameType | None, *, is_saved: bool, ignored: Collection[str] = ()
+    frame: FrameType | None,
+    *,
+    is_saved: bool,
+    saved: Collection[int] = (),
+    ignored: Collection[str] = (),
 ) -> None:
     """Raise TrainingError for a variable that a loop of the script's functions, up to run.retry,
     carries into its steps. ``is_saved``: the script may also resume from a checkpoint, and then all
-    of it begins again. ``ignored``: names of variables that need not be saved."""
+    of it begins again. ``saved``: ids of what belongs to the job's state. ``ignored``: names of
+    variables that need not be saved."""
     *frames, last = [*frames_of_script(frame)] or [None]
     if last is not None:
         if not is_saved:
             return  # the functions are not called again
         frames.append(last)
-    for one in frames:
-        if one is None or LIBRARIES in one.f_code.co_filename:
-            continue
-        tree, line = tree_of(one), one.f_lineno
-        attempt = max((loop.lineno for loop in attempts_around(tree, line)), default=0)
-        loops = [loop for loop in loops_around(tree, line) if loop.lineno > attempt]
-        for carried in carried_variables(tree, loops, _training_functions(one)):
-            if carried.name not in ignored:
-                raise _refusal(carried, one.f_code.co_name, is_in_retry=last is None)
+    calls = [f for f in frames if f is not None and LIBRARIES not in f.f_code.co_filename]
+    trains = set[str]().union(*map(_training_functions, calls))
+    for function in inlined(calls, saved):
+        for carried in carried_variables(function.tree, function.loops, trains):
+            name = plain_name(carried.name)
+            if not any(name == one or name.startswith(f"{one}.") for one in ignored):
+                raise _refusal(carried, function, is_in_retry=last is None)
 
 
 def _training_functions(frame: FrameType) -> set[str]:
@@ -110,22 +106,37 @@ def _is_training(function: ast.FunctionDef) -> bool:
     return any(isinstance(n, ast.Attribute) and n.attr in _TRAINS for n in ast.walk(function))
 
 
-def _refusal(carried: CarriedVariable, function: str, *, is_in_retry: bool) -> TrainingError:
-    name = carried.name
-    change, use = (ast.unparse(n).partition("\n")[0] for n in (carried.change, carried.use))
+def _refusal(carried: CarriedVariable, function: Inlined, *, is_in_retry: bool) -> TrainingError:
+    name = plain_name(carried.name)
+    change, use = text_of(carried.change), text_of(carried.use)
+    where = source_of(carried.change, function.code).co_name
     again = (
         "after a death, run.retry calls its function again"
         if is_in_retry
         else "a restarted job resumes from its last checkpoint, but runs the script again"
     )
-    start = "where each epoch begins" if carried.is_reset else "before the loop"
-    begun = f"run.state[{name!r}] = …" if carried.is_reset else f"run.state.setdefault({name!r}, …)"
+    key = name.rpartition(".")[2]
+    if carried.name in function.iterators:
+        state = f"run.state[{key!r}]"
+        keeps = (
+            f"keep its position: run.state.setdefault({key!r}, 0) before the loop, and for each "
+            f"item values[{state} % len(values)] and {state} += 1"
+        )
+        changed = f"the position of {name}"
+    else:
+        start = "where each epoch begins" if carried.is_reset else "before the loop"
+        value = f"[{key!r}] = …" if carried.is_reset else f".setdefault({key!r}, …)"
+        keeps = (
+            "keep it in run.state, with the same value on all ranks: "
+            f"run.state{value} {start}, and run.state[{key!r}] from there on"
+        )
+        changed = name
+        if key != name:
+            keeps += "; or run.track(…) an object with state_dict and load_state_dict that holds it"
     return TrainingError(
-        f"`{change}` in {function}: {again}, and {name} restarts or differs between ranks, but the "
+        f"`{change}` in {where}: {again}, and {changed} restarts or differs between ranks, but the "
         f"next steps depend on it: line {carried.use.lineno}, `{use}`",
-        hint=f"keep it in run.state, with the same value on all ranks: "
-        f"{begun} {start}, and run.state[{name!r}] from there on; or "
-        f"call run.untracked({name!r}) before training, if it need not be exact",
+        hint=f"{keeps}; or call run.untracked({name!r}) before training, if it need not be exact",
     )
 
 
@@ -201,7 +212,7 @@ def _kept(function: ast.AST) -> set[str]:
     kept = {a.arg for n in ast.walk(function) if isinstance(n, ast.arguments) for a in _args(n)}
     assigned = [*assignments(function)]
     for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
-        if _name_of(call.func) in _KEEPERS:
+        if _name_of(call.func) in KEEPERS:
             kept |= {n for value in (*call.args, *call.keywords) for n in _loads(value)}
     has_changed = True
     while has_changed:
@@ -229,9 +240,9 @@ def _is_of_the_job(value: ast.AST, kept: Collection[str]) -> bool:
     for node in ast.walk(value):
         if isinstance(node, ast.Attribute) and node.attr in _RESUMED:
             return True
-        if isinstance(node, ast.Name) and node.id == "state":  # state = run.state
+        if isinstance(node, ast.Name) and plain_name(node.id) == "state":  # state = run.state
             return True
-        if isinstance(node, ast.Call) and _name_of(node.func) in _KEEPERS | _ITERATORS:
+        if isinstance(node, ast.Call) and _name_of(node.func) in KEEPERS | _ITERATORS:
             return True
     # An element or a copy of what is kept, not what is computed with it: model(x).
     root = _root(value)
@@ -268,14 +279,17 @@ def _changes(function: ast.AST, loop: Loop) -> Iterator[tuple[str, ast.stmt]]:
     """The variables that a loop assigns, or changes in place if they hold a container or tensor
     from before the loop, each with a statement that does."""
     inside = set(map(id, ast.walk(loop)))
+    filled_first = _filled_first(loop)
     held = {
         target.id
         for target, value in assignments(function)
         if isinstance(target, ast.Name) and id(target) not in inside and _is_container(value)
-    } - _memos(loop)
+    } - (_memos(loop) | filled_first)
+    same = _made_once(loop) | filled_first
     for statement in _statements(loop):
         for name in _stored(statement):
-            yield name, statement
+            if name not in same:
+                yield name, statement
         for name in _changed_in_place(statement):
             if name in held:
                 yield name, statement
@@ -287,11 +301,17 @@ def _statements(loop: Loop) -> Iterator[ast.stmt]:
     while left:
         statement = left.pop()
         yield statement
-        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            inner = [n for n in ast.iter_child_nodes(statement) if isinstance(n, ast.stmt)]
-            for handler in getattr(statement, "handlers", ()):
-                inner += handler.body
-            left += reversed(inner)
+        left += reversed([inner for _, body in _blocks(statement) for inner in body])
+
+
+def _blocks(statement: ast.stmt) -> Iterator[tuple[str, list[ast.stmt]]]:
+    """The names of a statement's blocks, and their statements, without those of functions."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return
+    for part in (statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+        for name in ("body", "orelse", "finalbody"):
+            if block := getattr(part, name, None):
+                yield name, block
 
 
 def _stored(statement: ast.stmt) -> list[str]:
@@ -348,6 +368,98 @@ def _memos(loop: Loop) -> set[str]:
         for operation, right in zip(test.ops, test.comparators, strict=True)
         if isinstance(operation, (ast.In, ast.NotIn))
     }
+
+
+def _filled_first(loop: Loop) -> set[str]:
+    """Containers of which an iteration reads only elements that it has assigned: weights that SAM
+    gives back (``old[p] = p.data.clone()``)."""
+    inner = [n for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.For)]
+    slots = _Slots({name for each in inner for name in _targets(each.target)})
+    slots.block(loop.body, set())
+    return slots.stored - slots.others
+
+
+class _Slots:
+    """Finds elements of containers that are read without having been assigned, or whole containers
+    that are read. ``keys``: variables that may name elements."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._keys = keys
+        self.stored: set[str] = set()
+        self.others: set[str] = set()
+
+    def block(self, body: Iterable[ast.AST], filled: set[str]) -> None:
+        """``filled``: containers whose elements are assigned before; those that are after."""
+        for node in body:
+            self._visit(node, filled)
+
+    def _visit(self, node: ast.AST, filled: set[str]) -> None:
+        slot = _slot(node, self._keys)
+        if slot is not None:
+            if slot not in filled or not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+                self.others.add(slot)
+        elif isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                self.others.add(node.id)
+        elif isinstance(node, ast.Assign):
+            self._visit(node.value, filled)
+            for target in node.targets:
+                if (name := _slot(target, self._keys)) is None:
+                    self._visit(target, filled)
+                else:
+                    self.stored.add(name)
+                    filled.add(name)
+        elif isinstance(node, ast.If):
+            self._visit(node.test, filled)
+            ways = [{*filled}, {*filled}]
+            self.block(node.body, ways[0])
+            self.block(node.orelse, ways[1])
+            filled |= ways[0] & ways[1]
+        else:
+            self.block(ast.iter_child_nodes(node), filled)
+
+
+def _slot(node: ast.AST, keys: Collection[str]) -> str | None:
+    """The container of an element whose key is constant, or the variable of a loop."""
+    while isinstance(node, ast.Subscript):
+        key, container = node.slice, node.value
+        is_key = isinstance(key, ast.Constant) or (isinstance(key, ast.Name) and key.id in keys)
+        if isinstance(container, ast.Name):
+            return container.id if is_key else None
+        node = container
+    return None
+
+
+def _made_once(loop: Loop) -> set[str]:
+    """Variables that the loop assigns only where they have no value yet, or one of another size: a
+    mask, which is the same each time."""
+    again, once = set[str](), set[str]()
+    left: list[tuple[ast.stmt, frozenset[str]]] = [(node, frozenset()) for node in loop.body]
+    while left:
+        statement, lacking = left.pop()
+        for name in _stored(statement):
+            read = statement.value if isinstance(statement, ast.Assign) else statement
+            (once if name in lacking and name not in _loads(read) else again).add(name)
+        for part, body in _blocks(statement):
+            is_tested = isinstance(statement, ast.If) and part == "body"
+            more = _lacking(statement.test) if is_tested else frozenset[str]()  # type: ignore[attr-defined]
+            left += [(inner, lacking | more) for inner in body]
+    return once - again
+
+
+def _lacking(test: ast.expr) -> frozenset[str]:
+    """The variables of which a condition asks whether they have a value, or which size."""
+    names = set[str]()
+    for node in ast.walk(test):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is):
+            names |= set(_loads(node.left)) if _is_none(node.comparators[0]) else set()
+        elif isinstance(node, ast.Attribute) and node.attr in ("size", "shape"):
+            names.add(_root(node))
+    return frozenset(names)
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _read_before(loop: Loop) -> set[str]:
@@ -718,7 +830,7 @@ def _locals(function: _Function) -> set[str]:
     nodes = list(ast.walk(function))
     outer = {name for n in nodes if isinstance(n, (ast.Nonlocal, ast.Global)) for name in n.names}
     stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return stored - outer
+    return {name for name in stored - outer if "." not in name}  # attributes are of others
 
 
 def _targets(target: ast.AST) -> set[str]:
@@ -743,4 +855,5 @@ def _root(expression: ast.AST) -> str:
 
 
 def _name_of(function: ast.expr) -> str:
-    return str(getattr(function, "attr", getattr(function, "id", "")))
+    name = str(getattr(function, "attr", getattr(function, "id", "")))
+    return plain_name(name).rpartition(".")[2]

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
+    CodeType,
     FrameType,
     FunctionType,
     MethodType,
@@ -53,7 +54,9 @@ from elastic.train.checks import (
     warn_of_local_state,
 )
 from elastic.train.hooks import Hook
+from elastic.train.inlining import is_stateless
 from elastic.train.state import JobState
+from elastic.train.untracked import saved_optimizers
 
 # ----------------------------------------------------------------------------
 # Finds the objects that the training function can reach: by closures, globals and attributes.
@@ -77,8 +80,6 @@ _LEAVES = (
     torch.Tensor,
     torch.optim.Optimizer,
 )
-# Instances of their classes hold no state of the script.
-_STATELESS = frozenset({"torch", "torchvision", "numpy", "elastic", "checkpoints", "logging"})
 
 
 def reachable(roots: Iterable[Named], *, without: frozenset[int] = frozenset()) -> Iterator[Named]:
@@ -112,19 +113,13 @@ def _inside(name: str, one: Any) -> Iterable[Named]:
     if isinstance(one, functools.partial):
         return [(name, part) for part in (one.func, *one.args, *one.keywords.values())]
     is_module = isinstance(one, nn.Module)
-    if not is_module and _is_stateless(type(one).__module__):
+    if not is_module and is_stateless(type(one).__module__):
         return ()
     attributes = getattr(one, "__dict__", {})
     children = [(f"{name}.{key}", value) for key, value in list(attributes.items())]
     if is_module:
         children += [(f"{name}.{key}", child) for key, child in one.named_children()]
     return children
-
-
-def _is_stateless(module: str) -> bool:
-    # Integrations track objects that save the state of a trainer's own, such as its callbacks.
-    package, _, name = module.partition(".")
-    return package in _STATELESS and not name.startswith("integrations.")
 
 
 def _of_dict(name: str, entries: dict[Any, Any]) -> list[Named]:
@@ -200,6 +195,7 @@ class ChangeDetector(Hook):
         self._call: list[Named] = []  # the function of run.retry, and its arguments
         self._callbacks: list[object] = []
         self._is_off = False  # an object of the script cannot be read
+        self._places: set[tuple[CodeType, int]] = set()  # where the script's loops begin steps
         self._steps = 0
         self._until = _FIRST_STEPS
         self._observed: dict[str, _Observed] = {}
@@ -228,6 +224,7 @@ class ChangeDetector(Hook):
         self._steps += 1
         if self._is_off:
             return
+        self._read_source(sys._getframe(1))
         if self._steps > self._until:
             if self._steps & (self._steps - 1):
                 return
@@ -235,16 +232,34 @@ class ChangeDetector(Hook):
         elif self._steps > _SEARCHED and not self._observed:
             return
         try:
-            if self._steps == 1:
-                refuse_copies(self._modules, self._call, sys._getframe(1))
-                refuse_carried(sys._getframe(1), is_saved=self._is_saved(), ignored=self._reported)
-                warn_of_local_state(sys._getframe(1))
             self._observe()
         except TrainingError:
             raise
         except Exception:  # noqa: BLE001  any object of the script may raise when it is read
             self._is_off = True
             get_logger().info("unsaved changes are not searched for", exc_info=True)
+
+    def _read_source(self, frame: FrameType) -> None:
+        """Of each loop of the script, in its first step."""
+        first = next(frames_of_script(frame), None)
+        place = (first.f_code, first.f_lineno) if first is not None else None
+        if place is None or place in self._places:
+            return
+        self._places.add(place)
+        try:
+            if self._steps == 1:
+                refuse_copies(self._modules, self._call, frame)
+            refuse_carried(
+                frame,
+                is_saved=self._is_saved(),
+                saved=self._saved(),
+                ignored=self._reported,
+            )
+            warn_of_local_state(frame)
+        except TrainingError:
+            raise
+        except Exception:  # noqa: BLE001  any object of the script may raise when it is read
+            get_logger().info("carried variables are not searched for", exc_info=True)
 
     def copies(self) -> dict[str, str]:
         """Digests of the untracked modules that resemble a wrapped one, by name: a frozen copy must
@@ -325,6 +340,20 @@ class ChangeDetector(Hook):
                 "training\n%s",
                 "\n".join(lines),
             )
+
+    def _saved(self) -> frozenset[int]:
+        """Ids of the job's state, and of what is inside its optimizers and modules."""
+        modules = self._modules
+        tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        tracked = self._job.all_tracked.values()
+        optimizers = [o for one in tracked for o in saved_optimizers(one)]
+        groups = [group for o in optimizers for group in o.param_groups]
+        states = [state for o in optimizers for state in _values_of(o.state)]
+        values = [value for one in (*groups, *states) for value in _values_of(one)]
+        lists = [one for o in optimizers for one in (o.param_groups, o.state)]
+        inside = (*tensors, *optimizers, *lists, *groups, *states, *values)
+        kinds = (torch.Tensor, torch.optim.Optimizer, dict, list)  # numbers may be shared
+        return self._known(modules) | {id(one) for one in inside if isinstance(one, kinds)}
 
     @property
     def _modules(self) -> list[nn.Module]:

@@ -109,13 +109,13 @@ def variables(frame: FrameType) -> Iterator[dict[str, object]]:
         if one is None or LIBRARIES in one.f_code.co_filename:
             continue
         if one.f_code.co_flags & inspect.CO_OPTIMIZED:
-            yield _locals(one)
+            yield local_variables(one)
         if id(one.f_globals) not in modules:
             modules.add(id(one.f_globals))
             yield one.f_globals
 
 
-def _locals(frame: FrameType) -> dict[str, object]:
+def local_variables(frame: FrameType) -> dict[str, object]:
     """A copy of a function's variables.
 
     Before Python 3.13, ``f_locals`` is one dict per call, which the function gets from
@@ -151,11 +151,11 @@ def tree_of(frame: FrameType) -> ast.AST:
     """The source of a frame's function, with the line numbers of its file; empty if unknown."""
     code = frame.f_code
     linecache.getlines(code.co_filename, frame.f_globals)  # of a module that is no file, too
-    return _parsed(code, code.co_filename)  # equal code may be in two files
+    return parsed(code, code.co_filename)  # equal code may be in two files
 
 
 @functools.lru_cache(maxsize=16)  # several checks read the functions of one call
-def _parsed(code: CodeType, file: str) -> ast.AST:
+def parsed(code: CodeType, file: str) -> ast.AST:
     # Not inspect.getsourcelines, which first resolves the path of every imported module: 0.1 s.
     lines = linecache.getlines(file)
     first = 1 if code.co_name == "<module>" else code.co_firstlineno
@@ -180,7 +180,11 @@ def state_of_place(user: Mapping[str, object]) -> dict[str, object]:
             decides = {key for each in conditions for key in _entries(each, tree_of(frame))}
             keys = _entries(place, tree_of(frame)) - decides
             named = {key: user[key] for key in keys if key in user}
-            known = _locals(frame) if given and frame.f_code.co_flags & inspect.CO_OPTIMIZED else {}
+            known = (
+                local_variables(frame)
+                if given and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+                else {}
+            )
             for name, value in given:
                 if name in known and (key := _entry(value)) in named:
                     named[key] = known[name]

@@ -3,7 +3,7 @@
 A step is one iteration of acting and updating, between `run.begin` and `run.commit`. The
 temperature is a parameter of a wrapped module, because each rank computes another gradient of it.
 Replay buffers belong to their ranks: a replacement begins with an empty one, and a repeated
-iteration adds its transitions again.
+iteration adds its transitions again, which the script accepts by `run.untracked`.
 
 Group: The loop
 Compared: among ranks only, because each rank plays its own episodes
@@ -79,6 +79,7 @@ actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.lr)
 a_optimizer = torch.optim.Adam(temperature.parameters(), lr=args.lr)
 run.track(q=q_optimizer, actor=actor_optimizer, a=a_optimizer, critic_target=critic_target)
 env, buffer = PointEnv(), []
+run.untracked("buffer")
 
 
 def play():

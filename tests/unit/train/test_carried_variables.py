@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -56,6 +57,15 @@ CARRIED = {
             key = model(x)
             loss(key, keys).backward()
             keys.append(key.detach())
+    """,
+    "weights of every tenth step": """
+        old = {}
+        for i, (x, y) in enumerate(loader):
+            if i % 10 == 0:
+                for p in model.parameters():
+                    old[p] = p.data.clone()
+            for p in model.parameters():
+                p.data = old[p]
     """,
     "a tensor changed in place": """
         center = torch.zeros(8)
@@ -208,6 +218,15 @@ NOT_CARRIED = {
             (model(x) - average).sum().backward()
             average.lerp_(x.mean(0), 0.1)
     """,
+    "weights that are given back in the same step": """
+        old = {}
+        for x, y in loader:
+            for p in model.parameters():
+                old[p] = p.data.clone()
+            loss(model(x), y).backward()
+            for q in model.parameters():
+                q.data = old[q]
+    """,
     "a cache": """
         cache = {}
         for x, y in loader:
@@ -243,6 +262,13 @@ NOT_CARRIED = {
                 others = iter(unlabelled)
                 z = next(others)
             loss(model(x), model(z)).backward()
+    """,
+    "a mask that is made once": """
+        mask = None
+        for x, y in loader:
+            if mask is None or mask.size(0) != len(x):
+                mask = torch.ones(len(x))
+            loss(model(x, mask), y).backward()
     """,
     "a variable of a closure": """
         for x, y in loader:
@@ -291,11 +317,21 @@ class Batch:
         """Compute gradients."""
 
 
+class Scheduler:
+    """Part of the job's state."""
+
+    def step(self, value: float) -> None:
+        """Set a rate."""
+
+
+SCHEDULER = Scheduler()
+
+
 class Loader:
     """Looks when the first step begins, as the loop over steps does."""
 
-    def __init__(self, *, is_saved: bool = False, ignored: tuple[str, ...] = ()) -> None:
-        self._given: dict[str, Any] = {"is_saved": is_saved, "ignored": ignored}
+    def __init__(self, *, is_saved: bool = False, **given: Collection[object]) -> None:
+        self._given: dict[str, Any] = {"is_saved": is_saved, "saved": {id(SCHEDULER)}, **given}
 
     def __iter__(self) -> Iterator[Batch]:
         refuse_carried(sys._getframe(1), **self._given)
@@ -317,10 +353,16 @@ def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     original = checks.is_own
     monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
 
-    def run(call: Callable[..., object], loader: Loader) -> None:
-        runpy.run_path(str(path), init_globals={"call": call, "loader": loader})
+    def run(
+        call: Callable[..., object], loader: Loader, text: str = SCRIPT, **names: object
+    ) -> None:
+        path.write_text(text)
+        linecache.clearcache()
+        runpy.run_path(
+            str(path),
+            init_globals={"call": call, "loader": loader, "scheduler": SCHEDULER, **names},
+        )
 
     return run
 
@@ -332,7 +374,7 @@ def test_the_error_names_the_change_its_use_and_what_replaces_it(
         run_script(retry, Loader())
     text = str(refused.value)
     assert "`factor *= 0.5` in train: after a death, run.retry calls its function again" in text
-    assert "line 7, `train_step(batch, factor)`" in text
+    assert "line 3, `batch.backward(factor)`" in text
     assert 'run.state["factor"]' in text.replace("'", '"')
 
 
@@ -348,6 +390,311 @@ def test_without_run_retry_only_a_job_with_checkpoints_begins_again(
         TrainingError, match="resumes from its last checkpoint, but runs the script"
     ):
         run_script(start, Loader(is_saved=True))
+
+
+METER = """
+class Meter:
+    def __init__(self):
+        self.sum = self.count = 0
+    def update(self, value, n=1):
+        self.sum += value * n
+        self.count += n
+        self.average = self.sum / self.count
+"""
+# Each with its change and what it changes.
+ELSEWHERE = {
+    "a variable of a function around": (
+        """
+def train():
+    count = 0
+    def weight():
+        nonlocal count
+        count += 1
+        return 0.9 ** count
+    for batch in loader:
+        batch.backward(weight())
+call(train)
+""",
+        "`count += 1` in weight",
+    ),
+    "a global variable of a function in a function": (
+        """
+count = 0
+def advance():
+    global count
+    count = count + 1
+def weight():
+    advance()
+    return 0.9 ** count
+def train():
+    for batch in loader:
+        batch.backward(weight())
+call(train)
+""",
+        "`count = count + 1` in advance",
+    ),
+    "an attribute": (
+        """
+class Trainer:
+    def __init__(self):
+        self.weight = 1.0
+    def fit(self):
+        for batch in loader:
+            self.step(batch)
+    def step(self, batch):
+        batch.backward(self.weight)
+        self.weight *= 0.9
+call(Trainer().fit)
+""",
+        "`self.weight *= 0.9` in step",
+    ),
+    "an attribute of another object, by another name": (
+        METER
+        + """
+def train():
+    for epoch in range(2):
+        losses = Meter()
+        for batch in loader:
+            batch.backward(1.0)
+            losses.update(value=0.5, n=2)
+        scheduler.step(losses.average)
+call(train)
+""",
+        "`self.count += n` in update: after a death, run.retry calls its function again, and "
+        "losses.count restarts",
+    ),
+    "a list in an attribute": (
+        """
+class Pool:
+    def __init__(self):
+        self.images = []
+    def query(self, image):
+        self.images.append(image)
+        return self.images[0]
+pool = Pool()
+def train():
+    for batch in loader:
+        batch.backward(pool.query(batch))
+call(train)
+""",
+        "`self.images.append(image)` in query",
+    ),
+    "a global list": (
+        """
+keys = []
+def train():
+    for batch in loader:
+        batch.backward(keys)
+        keys.append(batch)
+call(train)
+""",
+        "`keys.append(batch)` in train",
+    ),
+    "an attribute of a module": (
+        """
+from torch import nn
+class Annealed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+    def forward(self, x):
+        self.count += 1
+        return x * 0.9 ** self.count
+loss = Annealed()
+def train():
+    for batch in loader:
+        batch.backward(loss(1.0))
+call(train)
+""",
+        "`self.count += 1` in forward",
+    ),
+    "a sum that a function returns": (
+        """
+def one_epoch():
+    total = 0.0
+    for batch in loader:
+        batch.backward(1.0)
+        total += 0.5
+    if total < 0:
+        return None
+    return total
+def train():
+    for epoch in range(2):
+        total = one_epoch()
+        scheduler.step(total)
+call(train)
+""",
+        "`total += 0.5` in one_epoch",
+    ),
+    "the position in a cycle": (
+        """
+import itertools
+def train():
+    weights = itertools.cycle([1.0, 0.5])
+    for batch in loader:
+        batch.backward(next(weights))
+call(train)
+""",
+        "`next(weights)` in train: after a death, run.retry calls its function again, and the "
+        "position of weights restarts",
+    ),
+    "the position in a cycle that the loop's head creates": (
+        """
+from itertools import cycle
+def train():
+    for weight, batch in zip(cycle([1.0, 0.5]), loader):
+        batch.backward(weight)
+call(train)
+""",
+        "the position of cycle([1.0, 0.5]) restarts",
+    ),
+    "the position of a generator beside the loader": (
+        """
+def ramp():
+    n = 0
+    while True:
+        n += 1
+        yield min(1.0, n / 10)
+def train():
+    weights = ramp()
+    for batch, weight in zip(loader, weights):
+        batch.backward(weight)
+call(train)
+""",
+        "the position of weights restarts",
+    ),
+}
+HARMLESS = {
+    "meters and counts that are printed": METER
+    + """
+class Trainer:
+    def __init__(self):
+        self.step, self.history, self.losses = 0, [], Meter()
+    def fit(self):
+        for epoch in range(2):
+            for batch in loader:
+                self.train_step(batch)
+                if self.step % 10 == 0:
+                    print(self.step, self.losses.average)
+            self.history.append(self.losses.average)
+            print({key: value for key, value in enumerate(self.history)})
+    def train_step(self, batch):
+        self.weight = len(self.__dict__)
+        batch.backward(self.weight)
+        self.losses.update(0.5)
+        self.step += 1
+call(Trainer().fit)
+""",
+    "what a step begins in one method and ends in another": """
+class Trainer:
+    def __init__(self):
+        self.loss = None
+    def forward(self, batch):
+        if batch is None:
+            return
+        self.loss = 1.0
+    def fit(self):
+        for batch in loader:
+            self.forward(batch)
+            batch.backward(self.loss)
+class Always(Trainer):
+    def forward(self, batch):
+        self.loss = 1.0
+call(Always().fit)
+""",
+    "a mask that a module makes once": """
+class Masked:
+    mask = None
+    def __call__(self, x):
+        if self.mask is None or self.mask.size(0) != x:
+            mask = [x]
+            self.mask = mask
+        return self.mask
+loss = Masked()
+def train():
+    for batch in loader:
+        batch.backward(loss(1.0))
+call(train)
+""",
+    "weights that an evaluation replaces": """
+class Average:
+    def __init__(self):
+        self.backup = {}
+    def swap(self):
+        for p in parameters:
+            self.backup[p] = p.data.clone()
+            p.data = p.data * 0.9
+    def restore(self):
+        for p in parameters:
+            p.data = self.backup[p]
+        self.backup = {}
+parameters, average = [], Average()
+def train():
+    for i, batch in enumerate(loader):
+        batch.backward(1.0)
+        if i % 2 == 0:
+            average.swap()
+            average.restore()
+call(train)
+""",
+    "a random generator without a position": """
+def noise():
+    while True:
+        yield 0.5
+def train():
+    numbers = noise()
+    for batch in loader:
+        batch.backward(next(numbers))
+call(train)
+""",
+    "variables of a function begin with each call": """
+def weight(n):
+    total = 0.0
+    for i in range(3):
+        total += n
+    return total
+def train():
+    for batch in loader:
+        batch.backward(weight(1.0))
+call(train)
+""",
+}
+
+
+@pytest.mark.parametrize(("text", "change"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_what_is_no_variable_of_the_function_with_the_loop_is_carried(
+    run_script: Callable[..., None], text: str, change: str
+) -> None:
+    with pytest.raises(TrainingError, match=re.escape(change)):
+        run_script(retry, Loader(), text)
+
+
+@pytest.mark.parametrize("text", HARMLESS.values(), ids=HARMLESS)
+def test_other_objects_are_not_carried(run_script: Callable[..., None], text: str) -> None:
+    run_script(retry, Loader(), text)
+
+
+@pytest.mark.parametrize("name", ["losses.count", "losses"])
+def test_an_attribute_that_need_not_be_exact_is_accepted(
+    run_script: Callable[..., None], name: str
+) -> None:
+    text, _ = ELSEWHERE["an attribute of another object, by another name"]
+    names = (name, "losses.sum", "losses.average")
+    run_script(retry, Loader(ignored=names), text)
+
+
+def test_objects_of_the_job_are_not_carried(run_script: Callable[..., None]) -> None:
+    weights = [1.0]
+    text = """
+def train():
+    for batch in loader:
+        batch.backward(weights[0])
+        weights[0] *= 0.9
+call(train)
+"""
+    run_script(retry, Loader(saved={id(weights)}), text, weights=weights)
+    with pytest.raises(TrainingError, match=r"weights\[0\] \*= 0.9"):
+        run_script(retry, Loader(), text, weights=weights)
 
 
 def test_a_job_refuses_such_a_variable_in_its_first_step_also_while_a_debugger_traces() -> None:

@@ -6,6 +6,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -731,3 +732,25 @@ def test_the_index_of_a_loop_causes_no_warning(
         globals()["index"] = number
         training.changes.begin(0)
     assert "counts steps" not in caplog.text
+
+
+def test_variables_that_a_later_loop_carries_are_refused() -> None:
+    training = Training()
+    training.changes = ChangeDetector(training.job, lambda: True)
+    factor = 1.0
+    for _ in range(2):
+        training.changes.begin(0)
+    with pytest.raises(TrainingError, match=r"`factor \*= 0.5` in test_variables_that_a_later"):
+        for _ in range(2):
+            training.changes.begin(0)
+            training.optimizer.param_groups[0]["lr"] = factor
+            factor *= 0.5
+
+
+def test_a_group_of_a_tracked_optimizer_is_part_of_the_state() -> None:
+    training = Training()
+    training.changes = ChangeDetector(training.job, lambda: True)
+    kept = SimpleNamespace(group=training.optimizer.param_groups[0])
+    for _ in range(2):
+        training.changes.begin(0)
+        kept.group["lr"] *= 0.5

@@ -1,0 +1,668 @@
+"""The functions of a script that are being called, as one function.
+
+What a loop carries from step to step need not be a variable of the function with the loop. It may
+be an attribute (``self.count += 1``), a variable that a function inside changes (``nonlocal``,
+``global``), the sum in a meter, or the position of an iterator. So the bodies of the script's
+functions replace the calls of them, and what the script's objects hold becomes variables, of which
+each has one name, whichever function uses it. Which function a call executes, and which object a
+variable holds, is looked up in the frames when the first step begins.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import gc
+import inspect
+import os
+import sysconfig
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elastic.train.checks import (
+    LIBRARIES,
+    Loop,
+    attempts_around,
+    is_own,
+    local_variables,
+    loops_around,
+    parsed,
+    tree_of,
+)
+from elastic.train.ddp import ElasticDDP
+
+_DEPTH = 6  # calls inside each other
+_STATEMENTS = 4_000  # of all functions
+_MARK = "§"  # between a name and a number, where several variables have one name
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_UNKNOWN = object()
+# Instances of their classes hold no state of the script.
+_STATELESS = frozenset({"torch", "torchvision", "numpy", "elastic", "checkpoints", "logging"})
+_MUTABLE = (list, dict, set, deque, torch.Tensor, np.ndarray)
+# Calls by which the run keeps a value, or gives an object that belongs to it.
+KEEPERS = frozenset({"track", "wrap", "loader", "shard", "build", "prepare", "setup"})
+_OF_MODULES = frozenset(vars(nn.Module()))
+_PAUSES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_SEARCHED = 200  # objects that an iterator may refer to
+
+
+@dataclass(frozen=True)
+class Inlined:
+    """One function for calls inside each other."""
+
+    tree: ast.AST
+    loops: list[Loop]  # around the current line, the outermost first
+    code: CodeType  # of the innermost call
+    iterators: Collection[str]  # variables that stand for the positions of iterators
+
+
+def inlined(frames: Iterable[FrameType], saved: Collection[int] = ()) -> Iterator[Inlined]:
+    """One function for the script's calls, or several, if a call cannot be found in its caller's
+    source. ``frames``: the innermost first. ``saved``: ids of what belongs to the job's state."""
+    left = [*frames][::-1]
+    while left:
+        inliner = _Inliner(left, saved)
+        yield inliner.result()
+        left = left[inliner.depth :]
+
+
+def source_of(node: ast.AST, default: CodeType) -> CodeType:
+    """The function that has a statement."""
+    code = getattr(node, "code", default)
+    return code if isinstance(code, CodeType) else default
+
+
+def plain_name(name: str) -> str:
+    """Of a variable, as the script spells it."""
+    return name.partition(_MARK)[0]
+
+
+def text_of(node: ast.AST) -> str:
+    """The first line of a statement or expression, with the script's names."""
+    if isinstance(text := getattr(node, "text", None), str):
+        return text
+    plain = copy.deepcopy(node)
+    for inner in ast.walk(plain):
+        if isinstance(inner, ast.Name):
+            inner.id = getattr(inner, "spelled", plain_name(inner.id))
+    return ast.unparse(plain).partition("\n")[0]
+
+
+def is_stateless(module: str) -> bool:
+    """Whether instances of a module's classes hold no state of the script."""
+    # Integrations track objects that save the state of a trainer's own, such as its callbacks.
+    package, _, name = module.partition(".")
+    return package in _STATELESS and not name.startswith("integrations.")
+
+
+def _is_of_script(code: CodeType) -> bool:
+    file = code.co_filename
+    return not (is_own(code) or LIBRARIES in file or file.startswith(_STANDARD_LIBRARY))
+
+
+# ----------------------------------------------------------------------------
+# Which variable a name means.
+
+_Node = TypeVar("_Node", bound=ast.AST)
+_Key = Hashable  # equal for two names of one variable
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of a function of the script."""
+
+    number: int
+    code: CodeType
+    globals: Mapping[str, Any]
+    values: Mapping[str, object]
+    cells: Mapping[str, Any] = field(default_factory=dict)
+    caller: _Call | None = None
+    frame: FrameType | None = None
+    first_line: int = 0  # what is called before is of no interest
+
+    @property
+    def around(self) -> Iterator[_Call]:
+        """This call and those around it."""
+        call: _Call | None = self
+        while call is not None:
+            yield call
+            call = call.caller
+
+    def key(self, name: str) -> _Key:
+        if self._is_local(name):
+            if name not in self.code.co_freevars:
+                return (self.number, name)
+            for call in (*self.around,)[1:]:
+                if call._is_local(name) and self.code in _codes_in(call.code):
+                    return call.key(name)
+            return ("cell", id(self.cells.get(name)), name)
+        value = self.globals.get(name, _UNKNOWN)
+        if value is _UNKNOWN or isinstance(value, (ModuleType, type, FunctionType)):
+            return name
+        return ("global", id(self.globals), name)
+
+    def value(self, name: str) -> object:
+        if name in self.values:
+            return self.values[name]
+        if name in self.cells:
+            try:
+                return self.cells[name].cell_contents
+            except ValueError:
+                return _UNKNOWN  # not assigned yet
+        return _UNKNOWN if self._is_local(name) else self.globals.get(name, _UNKNOWN)
+
+    def _is_local(self, name: str) -> bool:
+        code = self.code
+        names = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+        return bool(code.co_flags & inspect.CO_OPTIMIZED) and name in names
+
+
+@functools.lru_cache(maxsize=64)
+def _codes_in(code: CodeType) -> frozenset[CodeType]:
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return frozenset(inner).union(*map(_codes_in, inner))
+
+
+@dataclass(frozen=True)
+class _Called:
+    """What a call in the source executes."""
+
+    function: ast.FunctionDef
+    call: _Call
+    receiver: ast.expr | None  # the object whose method it is
+
+
+# ----------------------------------------------------------------------------
+# Makes one function.
+
+
+class _Inliner:
+    """Of the outermost frame, and of those that are called in it, as far as their calls are found.
+
+    ``depth``: the number of these frames.
+    """
+
+    def __init__(self, frames: Sequence[FrameType], saved: Collection[int]) -> None:
+        self._frames = frames
+        self._saved = saved
+        self._names: dict[_Key, str] = {}
+        self._owners: dict[int, str] = {}  # expressions for objects, by id
+        self._outside: dict[_Key, object] = {}  # values of what no call of a function creates
+        self._created: list[tuple[ast.Assign, int]] = []  # with the id of the object before
+        self._calls = self._statements = 0
+        self._loops: list[Loop] = []
+        self._iterators: set[str] = set()
+        self.depth = 0
+
+    def result(self) -> Inlined:
+        frame = self._frames[0]
+        tree = copy.deepcopy(tree_of(frame))
+        call = self._enter(frame, tree, None)
+        root: Any = _function_in(tree, frame.f_code) or tree
+        root.body = self.block(root.body, call)
+        if isinstance(root, ast.FunctionDef):
+            _Expressions(self, call).visit(root.args)
+        nodes: list[Any] = [n for n in ast.walk(tree) if hasattr(n, "variable")]
+        stored = {n.variable for n in nodes if not isinstance(n.ctx, ast.Load)}
+        held = {key for key, value in self._outside.items() if _is_container(value)}
+        for statement, owner in self._created:
+            keys = [k for k in {*stored, *held, (owner, "")} if k in self._names]
+            own = [k for k in keys if isinstance(k, tuple) and k[0] == owner]
+            statement.targets = [ast.Name(self._names[k], ast.Store()) for k in own]
+        _Attributes(self._names, stored | held).visit(tree)
+        assigned = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and _is_stored(n)}
+        before = sorted({self._names[key] for key in held} - assigned)
+        containers = [_assignment(name, ast.List([], ast.Load()), tree) for name in before]
+        root.body[:0] = containers
+        innermost = self._frames[self.depth - 1].f_code
+        return Inlined(ast.fix_missing_locations(tree), self._loops, innermost, self._iterators)
+
+    def _enter(self, frame: FrameType, tree: ast.AST, caller: _Call | None) -> _Call:
+        """Begin with the function of the next frame."""
+        line = frame.f_lineno
+        attempt = max((loop.lineno for loop in attempts_around(tree, line)), default=0)
+        loops = [loop for loop in loops_around(tree, line) if loop.lineno > attempt]
+        is_in_a_loop = bool(self._loops)
+        first = min((loop.lineno for loop in loops), default=line)
+        self._loops += loops
+        self.depth += 1
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        return _Call(
+            self._next(),
+            frame.f_code,
+            frame.f_globals,
+            local_variables(frame) if is_function else {},
+            caller=caller,
+            frame=frame,
+            first_line=0 if is_in_a_loop else first,
+        )
+
+    def _next(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    # -- statements ---------------------------------------------------------------------------
+
+    def block(self, body: Iterable[ast.stmt], call: _Call) -> list[ast.stmt]:
+        return [inner for statement in body for inner in self._statement(statement, call)]
+
+    def _statement(self, node: Any, call: _Call) -> Iterator[ast.stmt]:
+        node.code = call.code
+        owner = self.value(_target_of_call(node), call)
+        expressions = _Expressions(self, call)
+        expressions.is_inner = (node.end_lineno or 0) < call.first_line
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            expressions.is_inner = True
+            yield expressions.visit(node)
+            return
+        for name, value in ast.iter_fields(node):
+            expressions.is_head = name == "iter"
+            if isinstance(value, ast.expr):
+                setattr(node, name, expressions.visit(value))
+            elif isinstance(value, list):
+                parts = (ast.expr, ast.withitem)
+                visited = [expressions.visit(v) if isinstance(v, parts) else v for v in value]
+                setattr(node, name, visited)
+        yield from expressions.before
+        for part in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            for name in ("body", "orelse", "finalbody"):
+                if isinstance(inner := getattr(part, name, None), list):
+                    setattr(part, name, self.block(inner, call))
+        if isinstance(node, ast.While):
+            node.body += copy.deepcopy(expressions.before)
+        elif isinstance(node, (ast.For, ast.AsyncFor)):
+            node.body[:0] = expressions.advanced
+        yield node
+        if self._is_plain(owner) or is_own_iterator(owner):
+            again = ast.Assign([], ast.Tuple(copy.deepcopy(node.value.args), ast.Load()))
+            self._created.append((again, id(owner)))
+            yield ast.copy_location(again, node)
+
+    # -- variables ----------------------------------------------------------------------------
+
+    def name(self, key: _Key, name: str) -> str:
+        """A variable's name in the new function."""
+        if key not in self._names:
+            is_taken = name in self._names.values()
+            self._names[key] = f"{name}{_MARK}{len(self._names)}" if is_taken else name
+        return self._names[key]
+
+    def variable(self, name: str, call: _Call) -> str:
+        key = call.key(name)
+        if isinstance(key, tuple) and isinstance(key[0], str):  # global, or of another function
+            value = call.value(name)
+            self._outside[key] = _UNKNOWN if id(value) in self._saved else value
+        return self.name(key, name)
+
+    def value(self, expression: ast.AST | None, call: _Call) -> object:
+        """The object of a variable or an attribute."""
+        if isinstance(expression, ast.Name):
+            return call.value(expression.id)
+        if not isinstance(expression, ast.Attribute):
+            return _UNKNOWN
+        owner = self.value(expression.value, call)
+        modules = owner._modules if isinstance(owner, nn.Module) else {}
+        attributes = {**getattr(owner, "__dict__", {}), **modules}
+        return attributes.get(expression.attr, _UNKNOWN)
+
+    def _is_plain(self, owner: object) -> bool:
+        """Whether nothing saves an object's attributes."""
+        if isinstance(owner, nn.Module):
+            has_own_state = type(owner).get_extra_state is not nn.Module.get_extra_state
+            return not has_own_state
+        if id(owner) in self._saved or isinstance(owner, (type, ModuleType, FunctionType)):
+            return False
+        return hasattr(owner, "__dict__") and not is_stateless(type(owner).__module__)
+
+    def attribute(self, node: Any, call: _Call) -> None:
+        """Note that nothing saves an attribute, if so."""
+        owner = self.value(node.value, call)
+        if not self._is_plain(owner):
+            return
+        value = vars(owner).get(node.attr, _UNKNOWN)
+        of_class = inspect.getattr_static(type(owner), node.attr, None)
+        if isinstance(owner, nn.Module):
+            parts = (owner._parameters, owner._buffers, owner._modules, _OF_MODULES)
+            if any(node.attr in part for part in parts):
+                return
+        if id(value) not in self._saved and not hasattr(of_class, "__get__"):
+            node.variable = (id(owner), node.attr)
+            self._outside[node.variable] = value
+            node.spelled = ast.unparse(node)
+            self.name(node.variable, f"{self._known_as(owner, node.value)}.{node.attr}")
+
+    def _known_as(self, owner: object, expression: ast.expr) -> str:
+        """Its first name: that of the outermost function, not ``self`` of a method."""
+        return self._owners.setdefault(id(owner), ast.unparse(expression))
+
+    def iterator(self, node: ast.expr, call: _Call) -> ast.AugAssign | None:
+        """A statement that advances an iterator of the script."""
+        value = self.value(node, call)
+        if not is_own_iterator(value):
+            return None
+        name = self.name((id(value), ""), ast.unparse(node))
+        self._iterators.add(name)
+        return _advance(name, f"next({ast.unparse(node)})", node)
+
+    def cycle(self, node: ast.Call, call: _Call) -> tuple[ast.Assign, ast.AugAssign] | None:
+        """Statements that create and advance ``cycle(…)`` in the head of a loop."""
+        if _reads_a_loader(self.value(node.args[0], call) if node.args else None):
+            return None
+        name = self.name((call.number, node.lineno, node.col_offset), ast.unparse(node))
+        self._iterators.add(name)
+        advance = _advance(name, ast.unparse(node), node)
+        return _assignment(name, ast.Constant(0), node), advance
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def called(self, node: ast.Call, call: _Call) -> _Called | None:
+        """The script's function that a call executes, if it is known."""
+        following = self._frames[self.depth] if self.depth < len(self._frames) else None
+        if following is not None and call.frame is self._frames[self.depth - 1]:
+            code = following.f_code
+            is_here = node.lineno <= call.frame.f_lineno <= (node.end_lineno or 0)
+            if is_here and _name_of(node.func) == code.co_name and not code.co_flags & _PAUSES:
+                tree = copy.deepcopy(tree_of(following))
+                function = _function_in(tree, code)
+                is_method = isinstance(node.func, ast.Attribute) and not isinstance(
+                    self.value(node.func.value, call), ModuleType
+                )
+                receiver = node.func.value if is_method else None  # type: ignore[attr-defined]
+                if function is not None:
+                    return _Called(function, self._enter(following, tree, call), receiver)
+        found, owner, receiver = self._method(node.func, call)
+        is_saved = id(owner) in self._saved and not isinstance(owner, nn.Module)
+        if found is None or is_saved or _name_of(node.func) in KEEPERS:
+            return None
+        code, calls = found.__code__, [*call.around]
+        is_endless = len(calls) > _DEPTH or any(each.code is code for each in calls)
+        if is_endless or code.co_flags & _PAUSES or not _is_of_script(code):
+            return None
+        function = _function_in(parsed(code, code.co_filename), code)
+        if function is None:
+            return None
+        self._statements += sum(isinstance(n, ast.stmt) for n in ast.walk(function))
+        if self._statements > _STATEMENTS:
+            return None
+        passed = _passed(node, code, receiver)
+        values = {name: self.value(given, call) for name, given in passed.items()}
+        if receiver is not None:
+            values[code.co_varnames[0]] = owner
+            self._known_as(owner, receiver)
+        cells = dict(zip(code.co_freevars, found.__closure__ or (), strict=False))
+        inner = _Call(self._next(), code, found.__globals__, values, cells, call)
+        return _Called(copy.deepcopy(function), inner, receiver)
+
+    def _method(
+        self, function: ast.expr, call: _Call
+    ) -> tuple[FunctionType | None, object, ast.expr | None]:
+        """The function, its first argument, and the expression for that."""
+        value: Any = self.value(function, call)
+        owner, receiver = _UNKNOWN, None
+        if value is _UNKNOWN and isinstance(function, ast.Attribute):
+            owner, receiver = self.value(function.value, call), function.value
+            value = inspect.getattr_static(type(owner), function.attr, None)
+            if isinstance(value, staticmethod):
+                value, receiver = value.__func__, None
+        elif isinstance(value, MethodType):
+            value, owner, receiver = value.__func__, value.__self__, function
+        elif not isinstance(value, (FunctionType, type)):
+            owner = value.module if isinstance(value, ElasticDDP) else value
+            called = "forward" if isinstance(owner, nn.Module) else "__call__"
+            value, receiver = inspect.getattr_static(type(owner), called, None), function
+        found = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+        return (found if isinstance(found, FunctionType) else None), owner, receiver
+
+    def inline(self, node: ast.Call, called: _Called) -> tuple[list[ast.stmt], ast.expr]:
+        """The statements of a function that is called, and its result."""
+        code = called.call.code
+        passed = _passed(node, code, called.receiver)
+        first = [
+            _assignment(
+                self.name(called.call.key(local), local),
+                copy.deepcopy(passed.get(local, ast.Constant(None))),
+                node,
+            )
+            for local in dict.fromkeys((*code.co_varnames, *code.co_cellvars))
+        ]
+        name = self.name((called.call.number, "()"), f"{code.co_name}()")
+        body = _without_returns(self.block(called.function.body, called.call), name)
+        return [*first, *body], _located(ast.Name(name, ast.Load()), node)
+
+
+class _Expressions(ast.NodeTransformer):
+    """Replaces calls and names in the expressions of a statement."""
+
+    def __init__(self, inliner: _Inliner, call: _Call) -> None:
+        self._inliner = inliner
+        self._call = call
+        self.before: list[ast.stmt] = []
+        self.advanced: list[ast.stmt] = []  # in each iteration of a loop
+        self.is_inner = False  # it may be executed elsewhere, or never
+        self.is_head = False  # of a loop
+
+    def _inner(self, node: ast.expr) -> ast.expr:
+        before, self.is_inner = self.is_inner, True
+        self.generic_visit(node)
+        self.is_inner = before
+        return node
+
+    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _inner
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.arg = self._inliner.variable(node.arg, self._call)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if self.is_head and (position := self._position(node, self.advanced)):
+            return position
+        node.id = self._inliner.variable(node.id, self._call)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if self.is_head and (position := self._position(node, self.advanced)):
+            return position
+        self._inliner.attribute(node, self._call)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        is_next = _name_of(node.func) == "next" and node.args and not self.is_inner
+        if is_next and (position := self._position(node.args[0], self.before)):
+            node.args[0] = position
+            return node
+        is_cycle = self.is_head and _name_of(node.func) == "cycle"
+        if is_cycle and (cycle := self._inliner.cycle(node, self._call)) is not None:
+            self.before.append(cycle[0])
+            self.advanced.append(cycle[1])
+            return _located(ast.Name(cycle[1].target.id, ast.Load()), node)  # type: ignore[union-attr]
+        called = None if self.is_inner else self._inliner.called(node, self._call)
+        self.generic_visit(node)
+        if called is None:
+            return node
+        statements, result = self._inliner.inline(node, called)
+        self.before += statements
+        return result
+
+    def _position(self, node: ast.expr, advances: list[ast.stmt]) -> ast.expr | None:
+        """The position of an iterator of the script."""
+        advance = self._inliner.iterator(node, self._call)
+        if advance is None:
+            return None
+        advances.append(advance)
+        return _located(ast.Name(advance.target.id, ast.Load()), node)  # type: ignore[union-attr]
+
+
+class _Attributes(ast.NodeTransformer):
+    """Replaces the attributes that change by variables."""
+
+    def __init__(self, names: Mapping[_Key, str], changed: Collection[_Key]) -> None:
+        self._names = names
+        self._changed = changed
+
+    def visit_Attribute(self, node: Any) -> ast.AST:
+        if getattr(node, "variable", None) in self._changed:
+            variable: Any = ast.Name(self._names[node.variable], node.ctx)
+            variable.spelled = node.spelled
+            return ast.copy_location(variable, node)  # type: ignore[no-any-return]
+        return self.generic_visit(node)
+
+
+# ----------------------------------------------------------------------------
+# Parts of the source.
+
+
+def _function_in(tree: ast.AST, code: CodeType) -> ast.FunctionDef | None:
+    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+    return next((f for f in functions if f.name == code.co_name), None)
+
+
+def _passed(node: ast.Call, code: CodeType, receiver: ast.expr | None) -> dict[str, ast.expr]:
+    """What a call passes for each parameter of a function."""
+    names = code.co_varnames[: code.co_argcount]
+    given = [*([receiver] if receiver is not None else []), *node.args]
+    everything = ast.Tuple([*given, *(k.value for k in node.keywords)], ast.Load())
+    if any(isinstance(each, ast.Starred) for each in given):
+        return dict.fromkeys(names, everything)
+    passed = dict(zip(names, given, strict=False))
+    passed |= {k.arg: k.value for k in node.keywords if k.arg is not None}
+    last = code.co_argcount + code.co_kwonlyargcount
+    more = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return passed | dict.fromkeys(code.co_varnames[last : last + more], everything)
+
+
+def _without_returns(body: Sequence[ast.stmt], name: str, *, in_loop: bool = False) -> list[Any]:
+    """The statements of a function, with a variable for its result."""
+    new: list[Any] = []
+    for i, node in enumerate(body):
+        rest = body[i + 1 :]
+        if isinstance(node, ast.Return):
+            result = _assignment(name, node.value or ast.Constant(None), node)
+            result.code = getattr(node, "code", None)  # type: ignore[attr-defined]
+            return [*new, result, *([_located(ast.Break(), node)] if in_loop else [])]
+        new.append(node)
+        if isinstance(node, ast.If):
+            ends = [_ends(branch) for branch in (node.body, node.orelse)]
+            if any(ends):  # the rest belongs to the other branch
+                node.body = [*node.body, *(() if ends[0] else rest)]
+                node.orelse = [*node.orelse, *(() if ends[1] else rest)]
+        is_loop = isinstance(node, (ast.For, ast.AsyncFor, ast.While))
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for part in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+                for field_ in ("body", "orelse", "finalbody"):
+                    inner = getattr(part, field_, None)
+                    if isinstance(inner, list):
+                        within = in_loop or (is_loop and field_ == "body")
+                        setattr(part, field_, _without_returns(inner, name, in_loop=within))
+        if isinstance(node, ast.If) and any(ends):
+            return new
+    return new
+
+
+def _ends(branch: Sequence[ast.stmt]) -> bool:
+    return bool(branch) and isinstance(branch[-1], ast.Return)
+
+
+def _target_of_call(node: ast.stmt) -> ast.expr | None:
+    """The variable that gets the result of a call, such as a new object."""
+    is_single = isinstance(node, ast.Assign) and len(node.targets) == 1
+    return node.targets[0] if is_single and isinstance(node.value, ast.Call) else None  # type: ignore[attr-defined]
+
+
+def _assignment(name: str, value: ast.expr, where: ast.AST) -> ast.Assign:
+    return _located(ast.Assign([_stored(name)], value), where)
+
+
+def _advance(name: str, text: str, where: ast.AST) -> ast.AugAssign:
+    advance: Any = ast.AugAssign(_stored(name), ast.Add(), ast.Constant(1))
+    advance.text = text  # of the script
+    return _located(advance, where)  # type: ignore[no-any-return]
+
+
+def _stored(name: str) -> ast.Name:
+    return ast.Name(name, ast.Store())
+
+
+def _is_stored(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store)
+
+
+def _located(node: _Node, where: ast.AST) -> _Node:
+    return ast.fix_missing_locations(ast.copy_location(node, where))
+
+
+def _name_of(function: ast.expr) -> str:
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def _is_container(value: object) -> bool:
+    is_weight = isinstance(value, torch.Tensor) and value.requires_grad
+    return isinstance(value, _MUTABLE) and not is_weight
+
+
+# ----------------------------------------------------------------------------
+# Iterators that lose their position.
+
+
+def is_own_iterator(value: object) -> bool:
+    """Whether an iterator has a position, and reads no DataLoader: those are the concern of
+    :mod:`elastic.train.reading`."""
+    if not isinstance(value, Iterator) or is_stateless(type(value).__module__):
+        return False
+    if isinstance(value, GeneratorType):
+        if not _has_position(value):
+            return False
+    elif _is_of_script(getattr(type(value).__next__, "__code__", _WITHOUT_SOURCE)):
+        return False  # what it changes is seen in its source
+    return not _reads_a_loader(value)
+
+
+def _reads_a_loader(value: object) -> bool:
+    left, seen = deque[object]([value]), set[int]()
+    while left and len(seen) < _SEARCHED:
+        one = left.popleft()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, DataLoader) or type(one).__module__.startswith(("elastic.", "torch.")):
+            return True
+        if isinstance(one, GeneratorType):
+            left += _used_by(one)
+        elif isinstance(one, (Iterator, tuple)):
+            left += gc.get_referents(one)
+    return False
+
+
+_WITHOUT_SOURCE = is_own.__code__
+
+
+def _used_by(generator: GeneratorType[Any, Any, Any]) -> Iterator[object]:
+    if (frame := generator.gi_frame) is not None:
+        yield from local_variables(frame).values()
+        yield from (v for n, v in [*frame.f_globals.items()] if n in generator.gi_code.co_names)
+
+
+def _has_position(generator: GeneratorType[Any, Any, Any]) -> bool:
+    """Whether what a generator yields next depends on how often it has been called."""
+    code = generator.gi_code
+    function = _function_in(parsed(code, code.co_filename), code)
+    if function is None or not _is_of_script(code):
+        return False
+    for node in ast.walk(function):
+        if isinstance(node, ast.AugAssign):
+            return True
+        if isinstance(node, ast.For) and any(isinstance(n, ast.Yield) for n in ast.walk(node)):
+            return True
+        if isinstance(node, ast.Assign):
+            names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+            if {n.id for n in names if _is_stored(n)} & {n.id for n in names if not _is_stored(n)}:
+                return True
+    return False
