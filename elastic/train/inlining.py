@@ -310,7 +310,7 @@ class _Inliner:
         if not isinstance(expression, ast.Attribute):
             return _UNKNOWN
         owner = self.value(expression.value, call)
-        modules = owner._modules if isinstance(owner, nn.Module) else {}
+        modules = dict(owner.named_children()) if isinstance(owner, nn.Module) else {}
         attributes = {**getattr(owner, "__dict__", {}), **modules}
         return attributes.get(expression.attr, _UNKNOWN)
 
@@ -331,8 +331,9 @@ class _Inliner:
         value = vars(owner).get(node.attr, _UNKNOWN)
         of_class = inspect.getattr_static(type(owner), node.attr, None)
         if isinstance(owner, nn.Module):
-            parts = (owner._parameters, owner._buffers, owner._modules, _OF_MODULES)
-            if any(node.attr in part for part in parts):
+            named = (owner.named_parameters(recurse=False), owner.named_buffers(recurse=False))
+            own = {name for each in (*named, owner.named_children()) for name, _ in each}
+            if node.attr in own | _OF_MODULES:
                 return
         if id(value) not in self._saved and not hasattr(of_class, "__get__"):
             node.variable = (id(owner), node.attr)
