@@ -168,9 +168,7 @@ def _nodes(records: Sequence[JournalRecord], now_s: float) -> Iterator[str]:
 
 
 def _state(records: Sequence[JournalRecord], now_s: float) -> str:
-    if (ended := _last(records, "job-ended")) is not None and ended.time_s >= _newest_step_s(
-        records
-    ):
+    if (ended := _last(records, "job-ended")) is not None and not _goes_on_after(ended, records):
         return (
             f"last known: the job has ended, {printable(ended.text('outcome'), 60)}, "
             f"{_ago(ended, now_s)}: {printable(ended.text('reason'))}"
@@ -210,8 +208,12 @@ def incident_of(record: JournalRecord) -> str:
     return f"{what}: {why}" if why else what
 
 
-def _newest_step_s(records: Sequence[JournalRecord]) -> float:
-    return max((r.time_s for r in records if r.name == "rank-times"), default=0.0)
+def _goes_on_after(ended: JournalRecord, records: Sequence[JournalRecord]) -> bool:
+    """Whether the job was started again, in a later generation. Workers write their last times
+    after its end."""
+    generations = [(r.time_s, r.whole("generation") or 0) for r in records]
+    last = max((each for time_s, each in generations if time_s <= ended.time_s), default=0)
+    return any(time_s > ended.time_s and each > last for time_s, each in generations)
 
 
 def _last(records: Sequence[JournalRecord], name: str) -> JournalRecord | None:

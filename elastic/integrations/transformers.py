@@ -210,7 +210,7 @@ def _is_normalised(model: torch.nn.Module) -> bool:
 def _is_of_a_sample(label: Any) -> bool:
     """Whether a loss over this label is a mean over samples: it is a class, or numbers, of which
     none is masked."""
-    values = torch.as_tensor(label)
+    values = torch.as_tensor(label, device="cpu")
     return values.dim() == 0 or values.is_floating_point()
 
 

@@ -802,9 +802,13 @@ def _progress(report: RunReport) -> str:
     return f"It committed {steps}{on if sizes else ''}; {share} of the time was productive."
 
 
+# Worlds that failed before the first step interrupted none.
+_NO_INCIDENTS = {False: "Training did not begin.", True: "There were no interruptions."}
+
+
 def _cost(report: RunReport) -> str:
     if not report.incidents:
-        return "There were no interruptions."
+        return _NO_INCIDENTS[report.goodput.steps > 0]
     failed = len(report.failures)
     planned = len(report.incidents) - failed
     kinds = [counted(failed, "failure")] if failed else []

@@ -137,7 +137,7 @@ def train_iteration(step):
 
     # forward, backward, update, with gradient accumulation and a GradScaler for float16
     for window in step:  # this rank's micro-batches
-        X, Y = window[:, :-1], window[:, 1:]
+        X, Y = window[:, :-1], window[:, 1:].contiguous()  # nanoGPT takes a view of them
         with ctx:
             _, loss = model(X, Y)
         step.backward(scaler.scale(loss))  # weighted; reduced in the last one

@@ -849,9 +849,16 @@ def test_journals_show_checkpoints_incidents_and_the_end(tmp_path: Path) -> None
     journal.emit(JobEnded(outcome="success", reason="all done", exit_code=0))
     with next(tmp_path.glob("n1-*.jsonl")).open("a") as stream:
         stream.write('{"event": "node-lo')
-    assert last_known(folder, "llama-7", NOW + 40)[0] == (
-        "last known: the job has ended, success, 10.0 s ago: all done"
+    clock.advance(1)
+    worker = Journal(folder=folder, identity={"node": "n2"}, clock=clock, run_id="llama-7")
+    worker.locate(lambda: {"generation": 7, "step": 53})
+    worker.emit(Waiting(reason="the last words of a worker"))
+    assert last_known(folder, "llama-7", NOW + 41)[0] == (
+        "last known: the job has ended, success, 11.0 s ago: all done"
     )
+    worker.locate(lambda: {"generation": 8, "step": 54})
+    worker.emit(Waiting(reason="started again"))
+    assert "step 54 in generation 8" in last_known(folder, "llama-7", NOW + 41)[0]
 
 
 def test_nodes_that_wait_for_a_complete_replica_are_named(job: Job) -> None:

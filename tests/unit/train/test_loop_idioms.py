@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -880,3 +881,29 @@ def test_numbers_drawn_after_a_break_do_not_depend_on_those_of_its_step() -> Non
             return run.retry(train)
 
     assert drawn(0) == drawn(3)
+
+
+def test_a_search_for_readers_disturbs_no_thread_that_builds_a_tuple() -> None:
+    """``tuple(…)`` fails if anything else refers to its result before it is complete."""
+    is_over, errors = threading.Event(), list[SystemError]()
+
+    def build() -> None:
+        while not is_over.is_set():
+            try:
+                tuple(i for i in range(1000))
+            except SystemError as error:
+                errors.append(error)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    builder = threading.Thread(target=build, name="builder")
+    builder.start()
+    try:
+        own = (i for i in range(9))
+        for _ in range(20):
+            assert own in reading.objects_of((types.GeneratorType,), (None,))
+    finally:
+        is_over.set()
+        builder.join()
+        sys.setswitchinterval(interval_s)
+    assert errors == []
