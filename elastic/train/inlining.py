@@ -15,6 +15,7 @@ import copy
 import functools
 import gc
 import inspect
+import itertools
 import os
 import sysconfig
 from collections import deque
@@ -480,7 +481,7 @@ class _Expressions(ast.NodeTransformer):
         if is_next and (position := self._position(node.args[0], self.before)):
             node.args[0] = position
             return node
-        is_cycle = self.is_head and _name_of(node.func) == "cycle"
+        is_cycle = self.is_head and self._inliner.value(node.func, self._call) is itertools.cycle
         if is_cycle and (cycle := self._inliner.cycle(node, self._call)) is not None:
             self.before.append(cycle[0])
             self.advanced.append(cycle[1])

@@ -67,6 +67,7 @@ COUNTS = {
 class Schedule:
     def __init__(self):
         self.count = 0
+run.untracked("schedule.count")  # or it would be refused
 def train():
     schedule = Schedule()
     for epoch in run.epochs(2):

@@ -396,6 +396,7 @@ def train():
     "the next batch is fetched before the backward pass": (
         TRAINED
         + """
+run.untracked("inputs", "targets")
 def train():
     batches = iter(loader)
     inputs, targets = next(batches)
