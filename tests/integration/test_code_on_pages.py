@@ -250,6 +250,7 @@ SETTINGS: dict[str, list[Setting]] = {
     "docs/data.md": [
         Setting(),
         Setting(JOINED + TOKENS),
+        Setting(JOINED + "loss_of = lambda batch: F.cross_entropy(model(batch[0]), batch[1])\n"),
         Setting(replaced=DOTS),
         Setting(JOINED + LOADER, replaced=DOTS),
         Setting(JOINED + LOADER),
