@@ -190,6 +190,19 @@ class _Plan:
         return [list(batch) for batch in batches]
 
 
+class _InLargestWorld:
+    """An Accelerator that tells the losses of whole batches the number of processes of the largest
+    world, by which some are multiplied. Collectives use the current one, in its state."""
+
+    elastic_processes: int | None = None
+    state: Any
+
+    @property
+    def num_processes(self) -> int:
+        own: int = self.state.num_processes
+        return own if self.elastic_processes is None else self.elastic_processes
+
+
 # Whose compute_loss is known.
 _OF_LIBRARIES = {"transformers", "trl"}
 
@@ -422,6 +435,8 @@ class _InProcess:
         self.elastic_run = elastic.join()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = self.accelerator
+        kind = type(accelerator)
+        accelerator.__class__ = type(kind.__name__, (_InLargestWorld, kind), {})
         accelerator.prepare_model = partial(self._prepare_model, accelerator.prepare_model)
         accelerator.backward = partial(self._backward, accelerator.backward)
         self._loop: _LoopState | None = None
@@ -429,7 +444,9 @@ class _InProcess:
         self._planned_steps = 0
         self._joined_in: dict[str, Any] | None = None  # state of a training that others have begun
         self._steps: Any = None
+        self._has_whole_batches = False  # those of the largest world, with its losses
         self._groups: list[list[Any]] = []  # batches of this rank, of which Trainer sees the last
+        self._accumulated = 1  # batches of a rank of the largest world
         self.training_step = self._step_of_group
         self._is_stopped = False
         self._has_begun_epoch: int | None = None
@@ -493,13 +510,14 @@ class _InProcess:
                     hint="start a job for it, or train on a ConcatDataset with a sampler",
                 )
             return self._updates
+        self._has_whole_batches = not self._divides_batches(given[-1].dataset)
         loader = self.elastic_run.loader(
             given[-1],
             order=plan.order,
             global_batch=plan.per_update,
             micro_batches=self.args.gradient_accumulation_steps,
             weights="largest",
-            whole_batches=not self._divides_batches(given[-1].dataset),
+            whole_batches=self._has_whole_batches,
         )
         return _Updates(self.elastic_run, loader, plan)
 
@@ -739,6 +757,7 @@ class _InProcess:
         batches = [own if weight else filler for own, filler, weight in fillers]
         # In a smaller world, this rank may have several batches in the place of one.
         count = min(num_batches, len(batches))
+        self._accumulated = count
         bounds = [len(batches) * each // count for each in range(count + 1)]
         self._groups = [batches[first:last] for first, last in itertools.pairwise(bounds)]
         return [group[-1] for group in self._groups], items
@@ -752,17 +771,24 @@ class _InProcess:
             return step(self, model, inputs, items)
         *others, _ = self._groups.pop(0)
         losses = []
-        for each in others:
-            with self.accelerator.no_sync(model=model):
-                losses.append(step(self, model, each, items))
-            self._track_num_input_tokens(each)
-        losses.append(step(self, model, inputs, items))
+        try:
+            if self._has_whole_batches:
+                self.accelerator.elastic_processes = self.elastic_run.largest_world
+            for each in others:
+                with self.accelerator.no_sync(model=model):
+                    losses.append(step(self, model, each, items))
+                self._track_num_input_tokens(each)
+            losses.append(step(self, model, inputs, items))
+        finally:
+            self.accelerator.elastic_processes = None
         return torch.stack(losses).sum() if others else losses[0]
 
     @property
     def current_gradient_accumulation_steps(self) -> float:
         """By what Trainer divides the mean over a batch: the gradients of all batches of all ranks
         then add up to those of the mean over the update."""
+        if self._has_whole_batches:
+            return float(self._accumulated)
         weight = self._weights[min(self._backwards, len(self._weights) - 1)]
         return 1 / weight if weight else 1.0
 
@@ -783,7 +809,8 @@ class _InProcess:
         self._sums = run.sum_with_gradients(loss=loss.detach(), flops=flops)
         # Token losses are × the number of ranks, in float32: as in the largest world, rounding in
         # the backward pass does not depend on the world. Adam amplifies 1e-8 to 5e-6 [measured].
-        if (ratio := run.largest_world / run.world.size) != 1.0:
+        ratio = run.largest_world / run.world.size
+        if ratio != 1.0 and not self._has_whole_batches:
             loss = loss * ratio
         backward(loss, **options)
 
@@ -806,7 +833,9 @@ class _InProcess:
                 hint="override training_step in a subclass",
             )
         loss, flops = self._before
-        mean = self._sums["loss"] / self.elastic_run.world.size
+        run = self.elastic_run
+        ranks = run.largest_world if self._has_whole_batches else run.world.size
+        mean = self._sums["loss"] / ranks
         if self.args.logging_nan_inf_filter and not math.isfinite(mean):
             mean = loss.item() / max(1, self.state.global_step - self._globalstep_last_logged)
         self._tr_loss.copy_(loss + mean)

@@ -515,7 +515,9 @@ def test_seq2seq_trainer_generates_what_it_does_without_a_death(
                 assert entry == pytest.approx(other, abs=LOGGED, rel=LOGGED)
 
 
-@pytest.mark.parametrize("labels", ["classes", pytest.param("tokens", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "labels", ["classes", "own", pytest.param("tokens", marks=pytest.mark.slow)]
+)
 def test_a_mean_over_a_batch_is_that_of_the_largest_world(mean_runs: Runs, labels: str) -> None:
     script, options = SCRIPTS / "bert.py", {"labels": labels}
     plain = mean_runs.run("plain", options, script=script)
@@ -526,4 +528,8 @@ def test_a_mean_over_a_batch_is_that_of_the_largest_world(mean_runs: Runs, label
     ran.outcome.assert_success(workers=SIZE - 1)
     assert ran.outcome.died_at
     assert_weights(ran, plain, 1e-12)
-    assert all(each["seen"] == plain.facts[0]["seen"] for each in ran.facts)
+    expected = plain.facts[0]
+    for facts in ran.facts:
+        assert facts["seen"] == expected["seen"]
+        losses, others = ([e["loss"] for e in f["log"] if "loss" in e] for f in (facts, expected))
+        assert losses == pytest.approx(others, abs=LOGGED, rel=LOGGED)

@@ -852,7 +852,7 @@ def test_journals_show_checkpoints_incidents_and_the_end(tmp_path: Path) -> None
     clock.advance(1)
     worker = Journal(folder=folder, identity={"node": "n2"}, clock=clock, run_id="llama-7")
     worker.locate(lambda: {"generation": 7, "step": 53})
-    worker.emit(Waiting(reason="the last words of a worker"))
+    worker.emit(Waiting(reason="written while it ends"))
     assert last_known(folder, "llama-7", NOW + 41)[0] == (
         "last known: the job has ended, success, 11.0 s ago: all done"
     )
