@@ -186,6 +186,8 @@ class StreamGroup(Operations):
         while control.hang_in_build:
             time.sleep(_LOOK_S)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        # From here on, only an abort ends a collective: a late peer must not look like a dead one.
+        self._gloo._set_default_timeout(datetime.timedelta(days=1))
         self._aborted = threading.Event()
         self.async_error: BaseException | None = None  # of the communicator
         self._begun = 0

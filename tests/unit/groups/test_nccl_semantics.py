@@ -151,6 +151,11 @@ def test_a_dead_peer_that_the_network_reports_is_a_communicator_error(groups: An
     assert groups[0].is_aborted, "torch has aborted it first"
 
 
+def test_a_late_peer_is_not_a_dead_one(groups: Any) -> None:
+    """The timeout is that of the construction; no collective of NCCL ends by it."""
+    assert all(group._gloo.options._timeout > 100 * TIMEOUT for group in groups)
+
+
 def test_an_abort_can_hang(groups: Any) -> None:
     control.hang_in_abort = True
     _, work = reduce(groups[0], 1.0)
