@@ -11,7 +11,7 @@ as one function, with attributes as variables (:mod:`elastic.train.inlining`). A
 a container or tensor from before the loop that it changes in place. Values are then followed
 through the loop's body and what follows it, in the order of statements, to where they train: a
 backward pass, gradients, settings of an optimizer, the end of the training. A sum of losses that is
-only printed gets there on no path.
+only printed gets there on no path: it is refused nowhere, and named where a loop resumes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CarriedVariable:
 
     name: str
     change: ast.stmt  # that the loop makes
-    use: ast.expr  # that trains, or ends the training
+    use: ast.expr | None  # that trains, or ends the training; None: it is only reported
     loop: Loop
     is_reset: bool  # by a loop around this one, as in each epoch
 
@@ -62,23 +62,28 @@ def refuse_carried(
     is_saved: bool,
     saved: Collection[int] = (),
     ignored: Collection[str] = (),
-) -> None:
+) -> list[CarriedVariable]:
     """Raise TrainingError for a variable that a loop of the script's functions, up to run.retry,
     carries into its steps. ``is_saved``: the script may also resume from a checkpoint, and then all
     of it begins again. ``saved``: ids of what belongs to the job's state. ``ignored``: names of
-    variables that need not be saved."""
+    variables that need not be saved. Returns those that are only reported."""
+    reported: list[CarriedVariable] = []
     *frames, last = [*frames_of_script(frame)] or [None]
     if last is not None:
         if not is_saved:
-            return  # the functions are not called again
+            return reported  # the functions are not called again
         frames.append(last)
     calls = [f for f in frames if f is not None and LIBRARIES not in f.f_code.co_filename]
     trains = set[str]().union(*map(_training_functions, calls))
     for function in inlined(calls, saved):
         for carried in carried_variables(function.tree, function.loops, trains):
             name = plain_name(carried.name)
-            if not any(name == one or name.startswith(f"{one}.") for one in ignored):
-                raise _refusal(carried, function, is_in_retry=last is None)
+            if any(name == one or name.startswith(f"{one}.") for one in ignored):
+                continue
+            if carried.use is not None:
+                raise _refusal(carried, carried.use, function, is_in_retry=last is None)
+            reported.append(carried)
+    return reported
 
 
 def _training_functions(frame: FrameType) -> set[str]:
@@ -106,9 +111,11 @@ def _is_training(function: ast.FunctionDef) -> bool:
     return any(isinstance(n, ast.Attribute) and n.attr in _TRAINS for n in ast.walk(function))
 
 
-def _refusal(carried: CarriedVariable, function: Inlined, *, is_in_retry: bool) -> TrainingError:
+def _refusal(
+    carried: CarriedVariable, use: ast.expr, function: Inlined, *, is_in_retry: bool
+) -> TrainingError:
     name = plain_name(carried.name)
-    change, use = text_of(carried.change), text_of(carried.use)
+    change = text_of(carried.change)
     where = source_of(carried.change, function.code).co_name
     again = (
         "after a death, run.retry calls its function again"
@@ -135,7 +142,7 @@ def _refusal(carried: CarriedVariable, function: Inlined, *, is_in_retry: bool) 
             keeps += "; or run.track(…) an object with state_dict and load_state_dict that holds it"
     return TrainingError(
         f"`{change}` in {where}: {again}, and {changed} restarts or differs between ranks, but the "
-        f"next steps depend on it: line {carried.use.lineno}, `{use}`",
+        f"next steps depend on it: line {use.lineno}, `{text_of(use)}`",
         hint=f"{keeps}; or call run.untracked({name!r}) before training, if it need not be exact",
     )
 
@@ -143,8 +150,9 @@ def _refusal(carried: CarriedVariable, function: Inlined, *, is_in_retry: bool) 
 def carried_variables(
     function: ast.AST, loops: Iterable[Loop], trains: Collection[str] = ()
 ) -> Iterator[CarriedVariable]:
-    """The variables on which the training in a function depends, that one of its ``loops`` carries
-    and nothing in the function saves or restores. ``trains``: names of functions that do."""
+    """The variables that one of a function's ``loops`` carries and nothing in the function saves or
+    restores: those on which its training depends, and sums, counts and bests that are read
+    elsewhere. ``trains``: names of functions that train."""
     kept = _kept(function)
     seen: set[str] = set()
     around: list[Loop] = []
@@ -157,10 +165,43 @@ def carried_variables(
         flow = _Flow(trains, _called(loop))
         after = flow.loop(loop, {name: frozenset({name}) for name in candidates})
         flow.follow(_after(function, loop), after)
-        for name in sorted(flow.uses.keys() - seen):
+        for name in sorted(candidates - seen):
+            use = flow.uses.get(name)
+            if use is None and not (_accumulates(loop, name) and _is_reported(function, loop, name)):
+                continue
             seen.add(name)
             is_reset = any(_resets(each, loop, name) for each in outer)
-            yield CarriedVariable(name, changes[name], flow.uses[name], loop, is_reset)
+            yield CarriedVariable(name, changes[name], use, loop, is_reset)
+
+
+def _accumulates(loop: Loop, name: str) -> bool:
+    """Whether a loop computes the variable's value from the one before."""
+    for node in _statements(loop):
+        if name in _changed_in_place(node):
+            return True
+        if isinstance(node, ast.If) and name in _loads(node.test):
+            inner = (s for _, body in _blocks(node) for s in body)
+            if any(name in _stored(s) for s in inner):
+                return True
+        if name in _stored(node) and (
+            isinstance(node, ast.AugAssign)
+            or (isinstance(node, ast.Assign) and name in _loads(node.value))
+        ):
+            return True
+    return False
+
+
+def _is_reported(function: ast.AST, loop: Loop, name: str) -> bool:
+    """Whether other statements than those that change the variable read it."""
+    changes = [s for changed, s in _changes(function, loop) if changed == name]
+    own = {id(n) for s in changes for n in ast.walk(s)}
+    return any(
+        isinstance(n, ast.Name)
+        and n.id == name
+        and isinstance(n.ctx, ast.Load)
+        and id(n) not in own
+        for n in ast.walk(function)
+    )
 
 
 def _resets(outer: Loop, inner: Loop, name: str) -> bool:

@@ -41,8 +41,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elastic.errors import TrainingError
+from elastic.groups.world import World
 from elastic.telemetry.log import get_logger
-from elastic.train.carried import refuse_carried
+from elastic.train.carried import CarriedVariable, refuse_carried
 from elastic.train.checks import (
     LIBRARIES,
     assigned_globals,
@@ -54,9 +55,15 @@ from elastic.train.checks import (
     warn_of_local_state,
 )
 from elastic.train.hooks import Hook
-from elastic.train.inlining import is_stateless
+from elastic.train.inlining import is_stateless, plain_name, text_of
 from elastic.train.state import JobState
 from elastic.train.untracked import saved_optimizers
+
+def _shown(carried: CarriedVariable) -> str:
+    """A variable, or the object that has several: a meter."""
+    names = plain_name(carried.name).split(".")
+    return ".".join(names[: 1 + (names[0] == "self")])
+
 
 # ----------------------------------------------------------------------------
 # Finds the objects that the training function can reach: by closures, globals and attributes.
@@ -195,7 +202,10 @@ class ChangeDetector(Hook):
         self._call: list[Named] = []  # the function of run.retry, and its arguments
         self._callbacks: list[object] = []
         self._is_off = False  # an object of the script cannot be read
-        self._places: set[tuple[CodeType, int]] = set()  # where the script's loops begin steps
+        # Where the script's loops begin steps, and which variables they only report.
+        self._places: dict[tuple[CodeType, int], list[CarriedVariable]] = {}
+        self._is_first_step = True  # of a call of run.retry's function, or of the process
+        self._rank = 0
         self._steps = 0
         self._until = _FIRST_STEPS
         self._observed: dict[str, _Observed] = {}
@@ -209,6 +219,11 @@ class ChangeDetector(Hook):
         names = names[isinstance(function, MethodType) :]
         given = zip((*names, *[""] * len(arguments)), arguments, strict=False)
         self._call = [("", function), *given, *named.items()]
+        self._is_first_step = True
+
+    def enter_world(self, world: World, step: int) -> None:
+        """See :class:`Hook`."""
+        self._rank = world.rank
 
     def add_callback(self, callback: object) -> None:
         """Search what this function can reach, too."""
@@ -225,6 +240,9 @@ class ChangeDetector(Hook):
         if self._is_off:
             return
         self._read_source(sys._getframe(1))
+        is_first, self._is_first_step = self._is_first_step, False
+        if is_first and self._rank == 0:
+            self._warn_of_reported(sys._getframe(1))
         if self._steps > self._until:
             if self._steps & (self._steps - 1):
                 return
@@ -245,11 +263,11 @@ class ChangeDetector(Hook):
         place = (first.f_code, first.f_lineno) if first is not None else None
         if place is None or place in self._places:
             return
-        self._places.add(place)
+        self._places[place] = []
         try:
             if self._steps == 1:
                 refuse_copies(self._modules, self._call, frame)
-            refuse_carried(
+            self._places[place] = refuse_carried(
                 frame,
                 is_saved=self._is_saved(),
                 saved=self._saved(),
@@ -260,6 +278,31 @@ class ChangeDetector(Hook):
             raise
         except Exception:  # noqa: BLE001  any object of the script may raise when it is read
             get_logger().info("carried variables are not searched for", exc_info=True)
+
+    def _warn_of_reported(self, frame: FrameType) -> None:
+        """Where a loop resumes: of what the script has computed of the steps before."""
+        if not self._job.progress.step:
+            return
+        loader = self._job.loaders.get(self._job.progress.place)
+        index = loader.position.step if loader is not None else 0
+        place = next(((f.f_code, f.f_lineno) for f in frames_of_script(frame) if f), None)
+        if place is None:
+            return
+        lost = [c for c in self._places[place] if index or not c.is_reset]
+        lines = {_shown(c): f"line {c.change.lineno}, `{text_of(c.change)}`" for c in lost[::-1]}
+        if not lines:
+            return
+        key = next(reversed(lines)).rpartition(".")[2]
+        get_logger().warning(
+            "this loop resumes at step %d of its epoch, and these variables begin again: what the "
+            "script reports of them lacks the steps before\n%s\n"
+            "To keep one, put it into run.state: run.state[%r] = 0.0 where it begins, and "
+            'run.state[%r] += run.mean(samples, value=…)["value"] in each step',
+            index,
+            "\n".join(f"  {name}: {change}" for name, change in reversed(lines.items())),
+            key,
+            key,
+        )
 
     def copies(self) -> dict[str, str]:
         """Digests of the untracked modules that resemble a wrapped one, by name: a frozen copy must

@@ -282,12 +282,13 @@ NOT_CARRIED = {
 }
 
 
-def carried_by(body: str) -> list[str]:
+def carried_by(body: str, *, is_reported: bool = False) -> list[str]:
     function = ast.parse("def train():" + body).body[0]
     lines = enumerate(body.splitlines(), start=1)
     line = next(n for n, text in lines if re.search(r"for .* in .*loader|next\(batches", text))
     loops = loops_around(function, line)
-    return [c.name for c in carried_variables(function, loops, {"train_step"})]
+    carried = carried_variables(function, loops, {"train_step"})
+    return [c.name for c in carried if (c.use is None) is is_reported]
 
 
 @pytest.mark.parametrize("body", CARRIED.values(), ids=CARRIED)
@@ -298,6 +299,42 @@ def test_a_variable_is_carried_into_the_training(body: str) -> None:
 @pytest.mark.parametrize("body", NOT_CARRIED.values(), ids=NOT_CARRIED)
 def test_a_variable_is_not_carried_into_the_training(body: str) -> None:
     assert carried_by(body) == []
+
+
+REPORTED = {
+    "a sum that is printed": ["total"],
+    "the best result": ["best"],
+    "a sum that is never read": [],
+    "a clock": [],
+    "a list of losses": ["losses"],
+}
+NOT_CARRIED["a sum that is never read"] = """
+        total = 0.0
+        for x, y in loader:
+            value = loss(model(x), y)
+            value.backward()
+            total += value.item()
+    """
+NOT_CARRIED["a clock"] = """
+        before = time.time()
+        for x, y in loader:
+            loss(model(x), y).backward()
+            print(time.time() - before)
+            before = time.time()
+    """
+NOT_CARRIED["a list of losses"] = """
+        losses = []
+        for x, y in loader:
+            value = loss(model(x), y)
+            value.backward()
+            losses.append(value.item())
+        print(sum(losses) / len(losses))
+    """
+
+
+@pytest.mark.parametrize(("name", "variables"), REPORTED.items(), ids=REPORTED)
+def test_a_variable_is_only_reported(name: str, variables: list[str]) -> None:
+    assert carried_by(NOT_CARRIED[name], is_reported=True) == variables
 
 
 SCRIPT = """
