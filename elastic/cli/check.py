@@ -12,6 +12,7 @@ import ast
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -361,6 +362,10 @@ class Check:
             return
         compared = "same weights" if only is None or only else "weights not compared"
         self._add(name, "ok", f"{compared}, {_amounts(got, wanted)}", took_s, **options)
+        known = {_without_numbers(note) for note in self.report.notes}  # each run has its own step
+        for text in _new_warnings(got, wanted):
+            if _without_numbers(text) not in known:
+                self.report.notes.append(text)
         for variable in variables if is_comparable else ():
             note = (
                 "a recovery changes the variable "
@@ -525,6 +530,10 @@ def _amounts(got: Record, wanted: Record | None) -> str:
     if wanted.total_samples:
         samples = f", {got.total_samples} of {wanted.total_samples} samples"
     return f"{got.steps} of {wanted.steps} steps{samples}"
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "0", text)
 
 
 def _new_warnings(got: Record, wanted: Record) -> list[str]:

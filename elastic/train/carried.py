@@ -158,7 +158,9 @@ def carried_variables(
     around: list[Loop] = []
     for loop in loops:
         outer, around = around, [*around, loop]
-        changes = dict(_changes(function, loop))
+        changes: dict[str, list[ast.stmt]] = {}
+        for name, statement in _changes(function, loop):
+            changes.setdefault(name, []).append(statement)
         candidates = changes.keys() & _read_before(loop) - kept
         if not candidates:
             continue
@@ -167,11 +169,13 @@ def carried_variables(
         flow.follow(_after(function, loop), after)
         for name in sorted(candidates - seen):
             use = flow.uses.get(name)
-            if use is None and not (_accumulates(loop, name) and _is_reported(function, loop, name)):
+            if use is None and not (
+                _accumulates(loop, name) and _is_read(function, name, changes[name])
+            ):
                 continue
             seen.add(name)
             is_reset = any(_resets(each, loop, name) for each in outer)
-            yield CarriedVariable(name, changes[name], use, loop, is_reset)
+            yield CarriedVariable(name, changes[name][-1], use, loop, is_reset)
 
 
 def _accumulates(loop: Loop, name: str) -> bool:
@@ -191,10 +195,9 @@ def _accumulates(loop: Loop, name: str) -> bool:
     return False
 
 
-def _is_reported(function: ast.AST, loop: Loop, name: str) -> bool:
+def _is_read(function: ast.AST, name: str, changes: Iterable[ast.stmt]) -> bool:
     """Whether other statements than those that change the variable read it."""
-    changes = [s for changed, s in _changes(function, loop) if changed == name]
-    own = {id(n) for s in changes for n in ast.walk(s)}
+    own = {id(n) for statement in changes for n in ast.walk(statement)}
     return any(
         isinstance(n, ast.Name)
         and n.id == name

@@ -59,6 +59,7 @@ from elastic.train.inlining import is_stateless, plain_name, text_of
 from elastic.train.state import JobState
 from elastic.train.untracked import saved_optimizers
 
+
 def _shown(carried: CarriedVariable) -> str:
     """A variable, or the object that has several: a meter."""
     names = plain_name(carried.name).split(".")
@@ -286,22 +287,19 @@ class ChangeDetector(Hook):
         loader = self._job.loaders.get(self._job.progress.place)
         index = loader.position.step if loader is not None else 0
         place = next(((f.f_code, f.f_lineno) for f in frames_of_script(frame) if f), None)
-        if place is None:
-            return
-        lost = [c for c in self._places[place] if index or not c.is_reset]
+        reported = self._places.get(place, ()) if place is not None else ()
+        lost = [c for c in reported if index or not c.is_reset]
         lines = {_shown(c): f"line {c.change.lineno}, `{text_of(c.change)}`" for c in lost[::-1]}
         if not lines:
             return
-        key = next(reversed(lines)).rpartition(".")[2]
         get_logger().warning(
             "this loop resumes at step %d of its epoch, and these variables begin again: what the "
             "script reports of them lacks the steps before\n%s\n"
-            "To keep one, put it into run.state: run.state[%r] = 0.0 where it begins, and "
-            'run.state[%r] += run.mean(samples, value=…)["value"] in each step',
+            'To keep one, put it into run.state, as an epoch\'s loss: run.state["total"] = 0.0 '
+            "where the epoch begins, and in each step "
+            'run.state["total"] += run.mean(len(batch), loss=loss.item())["loss"]',
             index,
             "\n".join(f"  {name}: {change}" for name, change in reversed(lines.items())),
-            key,
-            key,
         )
 
     def copies(self) -> dict[str, str]:

@@ -1209,7 +1209,8 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
     limit = functools.partial(_batches_of_pass, loop, loader, consumer, may_subtract=knows_index)
     with closing(steps(loop, loader, limit)) as left:
         for step in left:
-            consumer.warn_of_count(step.index)
+            if loop.lifecycle.world.rank == 0:
+                consumer.warn_of_count(step.index)
             consumer = Consumer()
             if counts and rates is None:
                 rates = loop.counted_rates()

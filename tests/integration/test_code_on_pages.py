@@ -242,6 +242,7 @@ IN_EPOCH = Setting(JOINED + LOADER, IN_RETRY)
 IN_STEP = Setting(JOINED + LOADER, IN_LOOP)
 OF_BATCH_DOTS = {"...": "optimizer.zero_grad(); loss_of(*batch).backward(); optimizer.step()"}
 UPDATED = {"...": "optimizer.zero_grad(); loss_of(x, y).backward()"}
+SUMMED = {"...": "loss = loss_of(x, y); optimizer.zero_grad(); loss.backward(); optimizer.step()"}
 OF_BATCH = "loss = F.cross_entropy(model(batch[0]), batch[1])"
 ACCUMULATED = f"{OF_BATCH}; accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()"
 SETTINGS: dict[str, list[Setting]] = {
@@ -254,6 +255,7 @@ SETTINGS: dict[str, list[Setting]] = {
         Setting(replaced=DOTS),
         Setting(JOINED + LOADER, replaced=DOTS),
         Setting(JOINED + LOADER),
+        Setting(JOINED + LOADER, WHOLE, replaced=SUMMED),
         Setting(replaced=DOTS),
         Setting(JOINED + LOADER),
         Setting(JOINED + LOADER),

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from elastic.errors import TrainingError
+from elastic.groups.world import World
 from elastic.telemetry.log import get_logger
 from elastic.train.changes import ChangeDetector
 from elastic.train.ddp import ElasticDDP
@@ -745,6 +746,34 @@ def test_variables_that_a_later_loop_carries_are_refused() -> None:
             training.changes.begin(0)
             training.optimizer.param_groups[0]["lr"] = factor
             factor *= 0.5
+
+
+@pytest.mark.parametrize(("rank", "step", "is_named"), [(0, 3, True), (1, 3, False), (0, 0, False)])
+def test_what_a_resumed_loop_reports_is_named(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    step: int,
+    is_named: bool,
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training = Training()
+    training.changes = ChangeDetector(training.job, lambda: True)
+    training.changes.enter_world(cast(World, SimpleNamespace(rank=rank)), step)
+    training.job.progress.step = step
+    total, best, unread = 0.0, 0.0, 0.0
+    for _ in range(2):
+        training.changes.begin(0)
+        total += 1.0
+        unread += 1.0
+        if total > best:
+            best = total
+    assert total / 2 == 1.0
+    named = [m for r in caplog.records if "begin again" in (m := r.getMessage())]
+    assert len(named) == is_named
+    for text in named:
+        assert "  total: line" in text and "`total += 1.0`" in text
+        assert "  best: line" in text and "unread" not in text
 
 
 def test_a_group_of_a_tracked_optimizer_is_part_of_the_state() -> None:
