@@ -55,15 +55,17 @@ from elastic.train.checks import (
     warn_of_local_state,
 )
 from elastic.train.hooks import Hook
-from elastic.train.inlining import is_stateless, plain_name, text_of
+from elastic.train.inlining import is_stateless, plain_name
 from elastic.train.state import JobState
 from elastic.train.untracked import saved_optimizers
 
 
 def _shown(carried: CarriedVariable) -> str:
-    """A variable, or the object that has several: a meter."""
-    names = plain_name(carried.name).split(".")
-    return ".".join(names[: 1 + (names[0] == "self")])
+    """A variable with its line, or the object that has several: a meter."""
+    owner, dot, name = plain_name(carried.name).partition(".")
+    if owner == "self":
+        return f"self.{name.partition('.')[0]}"
+    return owner if dot else f"{owner} (line {carried.change.lineno})"
 
 
 # ----------------------------------------------------------------------------
@@ -205,7 +207,7 @@ class ChangeDetector(Hook):
         self._is_off = False  # an object of the script cannot be read
         # Where the script's loops begin steps, and which variables they only report.
         self._places: dict[tuple[CodeType, int], list[CarriedVariable]] = {}
-        self._is_first_step = True  # of a call of run.retry's function, or of the process
+        self._is_first_step = True  # of a world
         self._rank = 0
         self._steps = 0
         self._until = _FIRST_STEPS
@@ -220,11 +222,11 @@ class ChangeDetector(Hook):
         names = names[isinstance(function, MethodType) :]
         given = zip((*names, *[""] * len(arguments)), arguments, strict=False)
         self._call = [("", function), *given, *named.items()]
-        self._is_first_step = True
 
     def enter_world(self, world: World, step: int) -> None:
         """See :class:`Hook`."""
         self._rank = world.rank
+        self._is_first_step = True
 
     def add_callback(self, callback: object) -> None:
         """Search what this function can reach, too."""
@@ -289,18 +291,16 @@ class ChangeDetector(Hook):
         place = next(((f.f_code, f.f_lineno) for f in frames_of_script(frame) if f), None)
         reported = self._places.get(place, ()) if place is not None else ()
         lost = [c for c in reported if index or not c.is_reset]
-        lines = {_shown(c): f"line {c.change.lineno}, `{text_of(c.change)}`" for c in lost[::-1]}
-        if not lines:
-            return
-        get_logger().warning(
-            "this loop resumes at step %d of its epoch, and these variables begin again: what the "
-            "script reports of them lacks the steps before\n%s\n"
-            'To keep one, put it into run.state, as an epoch\'s loss: run.state["total"] = 0.0 '
-            "where the epoch begins, and in each step "
-            'run.state["total"] += run.mean(len(batch), loss=loss.item())["loss"]',
-            index,
-            "\n".join(f"  {name}: {change}" for name, change in reversed(lines.items())),
-        )
+        if lost:
+            get_logger().warning(
+                "this loop resumes at step %d of its epoch, and these variables begin again: %s. "
+                "What the script reports of them lacks the steps before. To keep one, put it into "
+                'run.state, as an epoch\'s loss: run.state["total"] = 0.0 where the epoch begins, '
+                'and in each step run.state["total"] += run.mean(len(batch), loss=loss.item())'
+                '["loss"]',
+                index,
+                ", ".join(dict.fromkeys(map(_shown, lost))),
+            )
 
     def copies(self) -> dict[str, str]:
         """Digests of the untracked modules that resemble a wrapped one, by name: a frozen copy must

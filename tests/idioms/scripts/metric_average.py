@@ -1,9 +1,8 @@
 """Averages over an epoch
 
-Sums that must survive a recovery in the middle of an epoch belong in `run.state`. A local
-`AverageMeter` restarts with the function.
+Sums that must survive a recovery in the middle of an epoch belong in `run.state`. Those in
+variables, such as a local `AverageMeter`, begin again with the function.
 
-Inexact: averages to 0.1, because a repeated step may compute its loss with the updated weights
 Group: Evaluation and logging
 """
 
@@ -28,17 +27,16 @@ loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batc
 
 def train():
     for epoch in run.epochs(2):
-        meter = run.state.setdefault(f"epoch-{epoch}", {"sum": 0.0, "count": 0})
+        run.state["total"] = 0.0
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = F.mse_loss(model(inputs), targets)
             loss.backward()
             optimizer.step()
-            meter = run.state[f"epoch-{epoch}"]
-            meter["sum"] += run.mean(len(inputs), loss=loss.item())["loss"]
-            meter["count"] += 1
+            run.state["total"] += run.mean(len(inputs), loss=loss.item())["loss"]
+        run.state[f"average-{epoch}"] = run.state["total"] / len(loader)
 
 
 run.retry(train)
-averages = [meter["sum"] / meter["count"] for meter in run.state.values()]
+averages = [run.state[f"average-{epoch}"] for epoch in range(2)]
 result = {**model.state_dict(), "averages": torch.tensor(averages)}
