@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 _called_last: list[Callable[[], None]] = []
 # Offset of ma_version_tag in PyDictObject, after reference count, type and length (PEP 509).
 _VERSION_AT = 3 * ctypes.sizeof(ctypes.c_void_p)
-_STAY = ("builtins", "sys", __name__)
+_STAY = ("builtins", "sys", "contextlib", "ctypes", "gc", __name__)  # what the exit itself calls
 _status: int | None = None  # exit code of the program, once it has ended
 
 
