@@ -18,6 +18,7 @@ import torch
 from kit.plain_store import plain_store
 
 from elastic.testing.small_world.world import Death, RunOutcome, SmallWorld
+from elastic.testing.waiting import PATIENCE_S
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SIZE = 3
@@ -64,7 +65,7 @@ def _said_by_ranks(environment: dict[str, str], script: str, *options: str) -> l
         )
         for rank in range(SIZE)
     ]
-    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    said = [rank.communicate(timeout=5 * PATIENCE_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * SIZE
     return said
 
