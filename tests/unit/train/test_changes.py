@@ -770,7 +770,7 @@ def test_what_a_resumed_loop_reports_is_named(
         if total > best:
             best = total
     assert total / 2 == 1.0
-    named = [m for r in caplog.records if "begin again" in (m := r.getMessage())]
+    named = {m for r in caplog.records if "begin again" in (m := r.getMessage())}
     assert len(named) == is_named
     for text in named:
         assert re.search(r": best \(line \d+\), total \(line \d+\)\.", text)
