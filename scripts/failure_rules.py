@@ -36,6 +36,11 @@ calls `sys.exit(1)`, or is killed by a signal.
 - **stop**: every attempt would fail again. With high confidence the job ends at once, with that
   error; with medium confidence it restarts, and ends when the error repeats.
 
+An error of the code (AttributeError, TypeError, ValueError, LookupError, AssertionError and the
+like) that no rule knows restarts the job if one node raises it. If every node of the world raises
+it at the same line, and the job has never made a step, the job ends at once (`fails-everywhere`).
+OSError, RuntimeError and the exceptions of other libraries may be transient, and are tried again.
+
 A worker that was ended by SIGKILL while the kernel's OOM killer was active in its cgroup is
 `host-out-of-memory` with high confidence, regardless of its text. *Consequence* marks texts that
 only state that a peer is gone: the leader looks for the failure of another node (in restart mode

@@ -396,6 +396,16 @@ class FailureAccounting:
         error = budget.comparable(remembered(first))
         alike = {f.node_id for f in broken.failures if budget.comparable(remembered(f)) == error}
         works_elsewhere = has_trained and not alike.issuperset(world.node_ids)
+        # Nodes fail one after the other, some only in the next world.
+        alike_before = {
+            f.node for b in self._breakages for f in b.failures if budget.comparable(f) == error
+        }
+        # How long a world lasted says nothing if its worker reports that it made no step.
+        may_have_stepped = first.step is None and budget.healthy(breakage, self._policy)
+        has_stepped = self._has_trained or may_have_stepped or first.step or world.committed_step
+        fails_everywhere = not has_stepped and all(
+            m.node_id in alike or m.name in alike_before for m in world.members
+        )
         verdict = judge_failure(
             FailureFacts(
                 text=first.text,
@@ -403,6 +413,7 @@ class FailureAccounting:
                 is_oom_kill=first.is_oom_kill,
                 kernel_log=first.kernel_log,
                 works_elsewhere=works_elsewhere,
+                fails_everywhere=fails_everywhere,
             )
         )
         ends_job = verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH
@@ -696,7 +707,7 @@ def _advice(done: Done, keys: Keys) -> list[str]:
         advice.append(hint)
     elif is_script_error:
         step = _step(counted[-1]) if counted else None
-        checkpoint = f" from the last checkpoint before step {step}" if step is not None else ""
+        checkpoint = f" from the last checkpoint before step {step}" if step else ""
         advice.append(f"the script itself fails: reproduce it on one node{checkpoint}, and fix it")
     if nodes := sorted({f.node for f in failures if f.is_oom_kill}):
         advice.append(

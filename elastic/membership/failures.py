@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from elastic.hangs.verdict import Confidence
-from elastic.tracebacks import exception_line, exception_name, exception_of
+from elastic.tracebacks import exception_line, exception_name, exception_of, for_a_line
 
 # ----------------------------------------------------------------------------
 # The table of known failures: the patterns of their texts, and the meaning of each.
@@ -464,6 +464,18 @@ _OF_ANYTHING = (RuntimeError, SystemError, Exception, BaseException)
 # Those that a broken connection between ranks may raise. Errors of other libraries, which are named
 # with their module, are about other connections.
 _OF_A_CONNECTION = (ConnectionError, TimeoutError, *_GROUPS)
+# Those that faults of the code raise. (Input, output and other ranks raise others.)
+_OF_CODE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 _QUOTED = re.compile(r"(?<!\w)(['\"])[^'\"\n]*\1(?!\w)")  # names, paths and values
 _OOM_KILL = re.compile(r"(?:killed process |\boom-kill:.*\bpid=)(\d+)", re.IGNORECASE)
 
@@ -476,6 +488,8 @@ class FailureFacts:
     Python's subprocess module. ``is_oom_kill``: the kernel killed a process of its cgroup for lack
     of memory at that time. ``works_elsewhere``: workers of this job have trained on another node,
     so a missing resource is not missing everywhere; False if all of them fail like this one.
+    ``fails_everywhere``: every node of the world has failed in this way, and the job has never made
+    a step.
     ``kernel_log``: lines since the workers of its node were started.
     """
 
@@ -483,6 +497,7 @@ class FailureFacts:
     exit_code: int | None = None
     is_oom_kill: bool = False
     works_elsewhere: bool = False
+    fails_everywhere: bool = False
     kernel_log: tuple[str, ...] = ()
 
 
@@ -530,12 +545,36 @@ def judge_failure(facts: FailureFacts) -> FailureVerdict:
     if (verdict_of_log := _in_kernel_log(facts, matched)) is not None:
         rule, line = verdict_of_log
         return _by_rule(rule, facts, f"kernel log: {line}"[:_EVIDENCE])
+    if facts.fails_everywhere and is_of_code(text) and not _is_certain(matched):
+        return _verdict(
+            Action.STOP,
+            "fails-everywhere",
+            Confidence.HIGH,
+            "every node raised this error before the first step of the job",
+            for_a_line(text)[:_EVIDENCE],
+        )
     if matched is not None:
         rule, line = matched
         # The hint of a refusal states what to do.
         evidence = exception_of(text)[:_REFUSAL] if rule.name == REFUSED else line[:_EVIDENCE]
         return _by_rule(rule, facts, evidence)
     return _by_exit_code(facts)
+
+
+def is_of_code(text: str | None) -> bool:
+    """Whether a worker's error is one of Python's that a fault of the code raises.
+
+    >>> is_of_code("AttributeError: module 'torch.nn' has no attribute 'Linaer'")
+    True
+    >>> is_of_code("json.decoder.JSONDecodeError: Expecting value"), is_of_code("OSError: busy")
+    (False, False)
+    """
+    kind = getattr(builtins, exception_name(text or ""), None)
+    return isinstance(kind, type) and issubclass(kind, _OF_CODE)
+
+
+def _is_certain(matched: tuple[Rule, str] | None) -> bool:
+    return matched is not None and matched[0].confidence is Confidence.HIGH
 
 
 def _in_kernel_log(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
-from elastic.membership.failures import is_consequence
+from elastic.membership.failures import is_consequence, is_of_code
 from elastic.membership.records import (
     Done,
     FailureReport,
@@ -45,6 +45,8 @@ FAILURE_SETTLE_S = 0.05
 # In restart mode, a failing script closes its connections, which breaks its peers, before its
 # interpreter has ended. Its agent has this long after the peers' reports to report its error.
 ORIGIN_SETTLE_S = 1.0
+# By how much the starts of workers may differ. (On a busy machine by a fifth of their duration.)
+MAX_START_SKEW_S = 10.0
 # A node with a live lease that the leader cannot reach for this long is excluded.
 SUSPECT_S = 15.0
 # The same if connections of other members' workers to that node have timed out as well: a few
@@ -750,7 +752,7 @@ def settling_until_s(view: View, status: MemberStatus, now: float, policy: Polic
     """
     if (until_s := _origin_known_until_s(status, now, policy)) is not None:
         return until_s
-    if (until_s := _all_failed_until_s(status, now, policy)) is not None:
+    if (until_s := _all_failed_until_s(view, status, now, policy)) is not None:
         return until_s
     since_s = view.failing_since_s
     if since_s is None or status.gone or status.out or not status.failure_reports:
@@ -768,14 +770,30 @@ def settling_until_s(view: View, status: MemberStatus, now: float, policy: Polic
     return until_s if now < until_s else None
 
 
-def _all_failed_until_s(status: MemberStatus, now: float, policy: Policy) -> float | None:
+def _all_failed_until_s(
+    view: View, status: MemberStatus, now: float, policy: Policy
+) -> float | None:
     """A worker that fails with an error of its own is often not the only one: the same statement
     fails on all ranks, within milliseconds. They are one incident, and save their last commit
-    together."""
+    together. A fault of the code before the first step is waited for longer: workers do not start
+    at the same time, least of all on a busy machine, and if it fails on every node, the job
+    ends."""
     by_itself = [n for n in status.out if (n.node.failure_exit_code or 0) > 0]
-    if not (status.in_process and by_itself) or status.gone:
+    if not by_itself or status.gone or not status.running:
         return None
-    until_s = min(n.state_since_s for n in by_itself) + policy.failure_settle_s
+    first_s = min(n.state_since_s for n in by_itself)
+    at_first = (0,) if status.in_process else (0, None)  # steps; restart mode may know none
+    is_first = not status.world.committed_step and all(
+        n.node.failure_step in at_first and is_of_code(n.node.failure) for n in by_itself
+    )
+    if is_first:
+        skew_s = min(MAX_START_SKEW_S, (first_s - view.world_since_s) / 5)
+        settle_s = max(policy.origin_settle_s, skew_s)
+    elif status.in_process:
+        settle_s = policy.failure_settle_s
+    else:
+        return None
+    until_s = first_s + settle_s
     return until_s if now < until_s else None
 
 

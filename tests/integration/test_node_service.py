@@ -424,11 +424,11 @@ def test_an_error_repeated_three_times_ends_the_job_with_a_timeline(
     nodes = trio(start)
     for _ in range(2):
         for node in nodes:
-            node.arrive("ValueError: bad loss")
+            node.arrive("RuntimeError: bad loss")
         for node in nodes:
             node.enter()
     for node in nodes:
-        node.arrive("ValueError: bad loss")
+        node.arrive("RuntimeError: bad loss")
     pages = set()
     for node in nodes:
         with pytest.raises(JobFailed, match="bad loss") as failed:
@@ -441,7 +441,7 @@ def test_an_error_repeated_three_times_ends_the_job_with_a_timeline(
         pages.add(event.timeline)
     (page,) = pages
     assert page.count("generation") - 1 >= 3 and "exit code 1" in page
-    assert page.count(": ValueError: bad loss") >= 3
+    assert page.count(": RuntimeError: bad loss") >= 3
     assert page.count("formed generation") == 2
     assert "action: ended the job with exit code 1" in page
 
@@ -454,9 +454,9 @@ def test_a_timeline_that_cannot_be_written_is_still_in_the_error(
     monkeypatch.setenv("ELASTIC_JOURNAL", folder)
     node = start(min_nodes=1, max_nodes=1)
     node.arrive().enter()
-    node.again("ValueError: bad loss")
-    node.again("ValueError: bad loss")
-    node.arrive("ValueError: bad loss")
+    node.again("RuntimeError: bad loss")
+    node.again("RuntimeError: bad loss")
+    node.arrive("RuntimeError: bad loss")
     with pytest.raises(JobFailed, match="Failure timeline") as failed:
         node.enter()
     assert f"{folder}/failure-timeline-{node.journal.name}.txt cannot be written" in str(
@@ -514,14 +514,21 @@ def test_an_oom_killed_worker_is_classified_as_out_of_memory(
     nodes[1].enter()
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        ("NameError: name 'lr' is not defined", "the script cannot run"),
+        ("KeyError: 'lr'", "every node raised this error before the first step of the job"),
+    ],
+)
 def test_an_error_repeated_in_every_attempt_ends_the_job_immediately(
-    start: Callable[..., TestNode],
+    start: Callable[..., TestNode], error: str, why: str
 ) -> None:
     nodes = trio(start)
     for node in nodes:
-        node.arrive("NameError: name 'lr' is not defined")
+        node.arrive(error, exit_code=1)
     for node in nodes:
-        with pytest.raises(JobFailed, match="would fail again: the script cannot run"):
+        with pytest.raises(JobFailed, match=f"would fail again: {why}"):
             node.enter()
 
 

@@ -120,6 +120,42 @@ def test_failures_stop_the_job_unless_it_makes_progress() -> None:
     assert count_repeatedly(FailureAccounting(OPTIONS), 20, steps=100) is None
 
 
+TYPO = "AttributeError: module 'torch.nn' has no attribute 'Linaer'"
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "of_each_world", "ends"),
+    [
+        (TYPO, 0, [("n1", "n2")], True),
+        (TYPO, None, [("n1", "n2")], False),  # it lived long, and may have trained
+        (TYPO, 7, [("n1", "n2")], False),  # from a checkpoint
+        (TYPO, 0, [("n1",)], False),
+        (TYPO, 0, [("n1",), ("n2",)], True),  # one node after the other
+        (TYPO, 0, [("n1",), ("n1",)], False),
+        ("OSError: [Errno 116] Stale handle", 0, [("n1", "n2")], False),  # may be transient
+        ("FileNotFoundError: /data/train.bin", 0, [("n1", "n2")], False),
+        ("RuntimeError: the data service is not up yet", 0, [("n1", "n2")], False),
+        ("json.decoder.JSONDecodeError: Expecting value", 0, [("n1", "n2")], False),
+    ],
+)
+def test_an_error_of_the_code_on_every_node_before_the_first_step_ends_the_job(
+    text: str, step: int | None, of_each_world: list[tuple[str, ...]], ends: bool
+) -> None:
+    accounting = FailureAccounting(OPTIONS)
+    stop = None
+    for generation, names in enumerate(of_each_world, start=1):
+        group = world("n1", "n2", generation=generation)
+        views = {n: out(n, group) if n in names else runs(n, group) for n in ("n1", "n2")}
+        made = broken(view(group, *views.values()), since_s=NOW - 300)
+        failures = tuple(replace(f, text=text, step=step) for f in made.failures)
+        assert stop is None
+        stop = accounting.count(replace(made, failures=failures), None, NOW + generation)
+    assert (stop is not None) == ends
+    if stop is not None:
+        assert "every node raised this error before the first step" in stop.reason
+        assert TYPO in stop.reason and stop.exit_code == 1
+
+
 def test_a_restart_from_a_checkpoint_is_not_progress() -> None:
     accounting = FailureAccounting(OPTIONS)
     accounting.observe(StepRate(1, 100, 0.1, NOW))
@@ -579,7 +615,7 @@ def test_the_same_failure_of_all_nodes_counts_once_per_world() -> None:
     accounting = FailureAccounting(OPTIONS)
     for generation, name in ((8, "n1"), (9, "n2"), (10, "n3")):
         group = replace(EIGHT, generation=generation)
-        failure = Failed(f"id-{name}", name, "ValueError: x", 2, 0, generation=8)
+        failure = Failed(f"id-{name}", name, "RuntimeError: x", 2, 0, generation=8)
         others = [runs(n, EIGHT) for n in ("n1", "n2", "n3") if n != name]
         v = view(group, *others, out(name, EIGHT, 2))
         counted = replace(broken(v), failures=(failure,))

@@ -947,6 +947,25 @@ def test_a_world_without_members_has_a_record() -> None:
     assert (record.members, record.store_host, record.store_port) == ((), "", 0)
 
 
+@pytest.mark.parametrize(
+    ("failure", "step", "waits"),
+    [("TypeError: boom", None, True), ("TypeError: boom", 7, False), ("OSError: boom", 0, False)],
+)
+def test_an_error_of_the_code_before_the_first_step_waits_for_the_other_nodes(
+    failure: str, step: int | None, waits: bool
+) -> None:
+    """Workers do not start at the same moment, and an error on all nodes ends the job."""
+    failed = replace(node("n1", arrived_for=7, failure=failure, exit_code=1), failure_step=step)
+    v = view(world("n1", "n2"), seen(failed, since_s=NOW), runs("n2"), world_since_s=NOW - 15)
+    if waits:
+        assert wait(v).until_s == NOW + 3
+        assert wait(replace(v, world_since_s=NOW - 1)).until_s == NOW + POLICY.origin_settle_s
+        both = replace(v, nodes=(v.nodes[0], out("n2", failure=failure)))
+        assert proposal(both).cause is Cause.FAILURE
+        v = view(replace(world("n1", "n2"), committed_step=7), *v.nodes)
+    assert proposal(v).cause is Cause.FAILURE
+
+
 def test_a_failure_caused_by_a_peer_waits_for_the_peers_own_error() -> None:
     closed = "RuntimeError: Connection closed by peer [10.0.0.3]:4711"
     seven = world("n1", "n2", "n3")
