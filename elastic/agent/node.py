@@ -386,8 +386,10 @@ class NodeStatus:
         hint = hint.strip()
         # (Not behind lines of code, which would be copied with it.)
         separator = "\nthen " if "\n" in hint else "; then "
+        if self.timeline:  # its last part is the advice
+            return kind(f"{message}\n\n{self.timeline}\n")
         return kind(
-            f"{message}\n\n{self.timeline}\n" if self.timeline else message,
+            message,
             hint=separator.join(filter(None, (hint, self._keys.how_to_continue))),
         )
 

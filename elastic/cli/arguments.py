@@ -136,8 +136,12 @@ def add_options_argument(
 def options_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> AgentOptions:
     """The options of the job's agents: ``--rdzv-conf``, else ``ELASTIC_*``. Raises ConfigError."""
     find_job(args)
-    given = as_given("--rdzv-conf", args.rdzv_conf, environ)
-    return read_options(_pairs(args.rdzv_conf, given), environ)
+    return agent_options(args.rdzv_conf, environ)
+
+
+def agent_options(conf: str, environ: Mapping[str, str] = os.environ) -> AgentOptions:
+    """The options of agents that are started with this ``--rdzv-conf``. Raises ConfigError."""
+    return read_options(_pairs(conf, as_given("--rdzv-conf", conf, environ)), environ)
 
 
 def endpoint_of(args: argparse.Namespace) -> str:

@@ -28,7 +28,14 @@ from rich.text import Text
 from elastic.cli import arguments
 from elastic.cli.arguments import CommandParser, add_output
 from elastic.cli.report import rendered, write_report
-from elastic.cli.run import LocalNodes, NodeProcess, StopRequest, stop_on_signals
+from elastic.cli.run import (
+    IMPORTS,
+    LocalNodes,
+    NodeProcess,
+    SlowStart,
+    StopRequest,
+    stop_on_signals,
+)
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, ElasticError
 from elastic.report.model import RunReport, report_of
 from elastic.store.embedded import EmbeddedEtcd
@@ -671,6 +678,7 @@ class Demo:
         self._accuracy: float | None = None
         self._waiting_since_s: float | None = None  # since when it waits for a node
         self._delay_ms = -1
+        self._slow_start = SlowStart(clock)
 
     def run(self, stop: StopRequest) -> Summary:
         """Run to the end, to the timeout or to the user's signal."""
@@ -682,11 +690,14 @@ class Demo:
             self._step_rate(None)
             for name in NODES:
                 self._start(nodes, name, etcd.endpoint)
+            self._say(IMPORTS)
             late = False
             while nodes.running and stop.signum is None and not late:
                 self._follow(nodes, CLI_POLL_S)
                 self._look(nodes, etcd.endpoint)
                 late = self._clock.monotonic() - began > DEMO_TIMEOUT_S
+            if stop.signum is not None:
+                self._say("interrupted: the nodes are killed")
             if late:
                 self._say(f"giving up after {DEMO_TIMEOUT_S:.0f} s")
             nodes.drain()
@@ -728,12 +739,18 @@ class Demo:
     def _look(self, nodes: LocalNodes, endpoint: str) -> None:
         for entry in self._journal.read_new():
             self._entries.append(entry)
+            if entry.name == "world-entered":
+                self._slow_start.begin_workers()
             text = sentence(entry)
             if text is not None and text not in self._shown:
                 self._shown.add(text)
                 self._view.say(text, entry.time_s)
         ledger = self._ledger.read()
         position = position_of(ledger)
+        if position is not None:
+            self._slow_start.end()
+        if late := self._slow_start.late():
+            self._say(late)
         act = self._plan.next_act(position) if nodes.running else None
         if act is not None and position is not None:
             self._do(act, position, nodes, endpoint)

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,11 +26,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn, cast
 
+from elastic.agent import tuning
 from elastic.agent.node import machine_memory_bytes
 from elastic.child_interpreters import module_command
 from elastic.cli import arguments, bound_to_parent
 from elastic.cli.arguments import CommandParser, at_least, nearest
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, Preempted
+from elastic.membership.records import Keys
+from elastic.store.client import etcd_config
 from elastic.telemetry.log import wrapped
 from elastic.telemetry.output import OutputLines, with_origin
 from elastic.telemetry.runs import after_its_end, is_known, while_it_runs
@@ -42,6 +46,9 @@ from elastic.tuning.options import signals_to_handle
 # How long local agents may run if others have failed and too few remain for the job: they wait for
 # nodes that will not be started.
 CLI_TOO_FEW_S = 5.0
+# Silence after which a start is explained. On an idle laptop, torch is imported in 3 s.
+CLI_SLOW_START_S = 15.0
+IMPORTS = "importing torch takes seconds, and a minute on a busy machine or from a cold disk"
 
 # ----------------------------------------------------------------------------
 # torchrun's argument parser without the import of torch, which takes seconds.
@@ -311,6 +318,7 @@ def check(args: argparse.Namespace) -> None:
     _check_nodes(args)
     _check_etcd(args)
     _check_script(args)
+    _check_options(args)
     if args.max_restarts < 0:
         raise ConfigError(
             f"--max-restarts={args.max_restarts} is negative",
@@ -413,6 +421,17 @@ def _check_etcd(args: argparse.Namespace) -> None:
             "no etcd: neither --rdzv-endpoint nor --embedded-etcd is given",
             hint="use --rdzv-endpoint=HOST:2379, or --embedded-etcd on a single machine",
         )
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """What the agents check, which know it only once they have imported torch."""
+    if args.standalone or not is_ours(args.rdzv_backend):
+        return
+    options = arguments.agent_options(args.rdzv_conf)
+    Keys.of(options.prefix, args.rdzv_id)
+    tuning.check(options, os.environ, max_nodes=node_range(args.nnodes)[1])
+    if args.rdzv_endpoint:
+        etcd_config(args.rdzv_endpoint, options)
 
 
 def _check_script(args: argparse.Namespace) -> None:
@@ -656,6 +675,7 @@ def main(argv: Sequence[str]) -> int:
         if names_its_run:
             say(f"from another terminal: {while_it_runs(args.rdzv_id)}")
         announce(args)
+        say(f"starting {_started(args)}: {IMPORTS}")
         code = run_local(args) if args.nodes_local else run_agent(args)
     # (Arguments that torch, an agent or etcd refuses are no run: the last line is the remedy.)
     if names_its_run and code != arguments.INTERRUPTED and is_known(args.rdzv_id):
@@ -692,6 +712,17 @@ def announce(args: argparse.Namespace) -> None:
     say(f"join from another node with --rdzv-id={args.rdzv_id}{where} --nnodes={args.nnodes}")
 
 
+def _started(args: argparse.Namespace) -> str:
+    """What starts here.
+
+    >>> _started(argparse.Namespace(nodes_local=3, nproc_per_node="1"))
+    '3 nodes with 1 worker each'
+    """
+    nodes, per_node = args.nodes_local or 1, str(args.nproc_per_node)
+    workers = f"{per_node} worker{'' if per_node == '1' else 's'}"
+    return f"1 node with {workers}" if nodes == 1 else f"{nodes} nodes with {workers} each"
+
+
 def say(text: str) -> None:
     print(f"elastic: {text}", file=sys.stderr, flush=True)
 
@@ -699,8 +730,9 @@ def say(text: str) -> None:
 # One agent: this process.
 
 
-def run_agent(args: argparse.Namespace) -> int:
-    """Run one node of the job; returns the exit code, after printing the reason."""
+def run_agent(args: argparse.Namespace, tell: Callable[[str], object] | None = None) -> int:
+    """Run one node of the job; returns the exit code, after printing the reason. ``tell`` gets it
+    instead, if it is an error of this package."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -708,7 +740,7 @@ def run_agent(args: argparse.Namespace) -> int:
         _require_event_log(args)
         record(torchrun.run)(args)
     except BaseException as error:  # noqa: BLE001 (reported, and turned into the exit code)
-        return _report(error)
+        return _report(error, tell)
     return arguments.DONE
 
 
@@ -726,7 +758,7 @@ def _require_event_log(args: argparse.Namespace) -> None:
         ) from None
 
 
-def _report(error: BaseException) -> int:
+def _report(error: BaseException, tell: Callable[[str], object] | None) -> int:
     """Print why the agent ended: a message for our errors, torch's summary, tracebacks for
     bugs."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -739,8 +771,10 @@ def _report(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         if isinstance(error.code, str):
             say(error.code)
+        elif ours is not None and tell is not None:  # otherwise it was logged
+            tell(str(ours))
     elif ours is not None:
-        say(str(ours))
+        (tell or say)(str(ours))
     elif isinstance(error, ChildFailedError):
         print(str(error).strip("\n"), file=sys.stderr, flush=True)  # torch's own table
     elif isinstance(error, SignalException | KeyboardInterrupt):
@@ -802,22 +836,58 @@ def stop_on_signals(more: Iterable[signal.Signals] = ()) -> Iterator[StopRequest
             signal.signal(signum, handler)
 
 
-def agent_command(args: argparse.Namespace) -> list[str]:
-    """The command line of one agent that runs with exactly these flags."""
-    return module_command("elastic.cli.local_agent", [json.dumps(vars(args))])
+def agent_command(args: argparse.Namespace, last_error: Path) -> list[str]:
+    """The command line of one agent that runs with exactly these flags, and leaves its last error
+    in a file."""
+    return module_command("elastic.cli.local_agent", [json.dumps(vars(args)), str(last_error)])
+
+
+class LastErrors:
+    """The errors with which agents have ended, each said once: all nodes of a job that has failed
+    end with the same page."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._said_for: dict[str, str] = {}
+
+    def path(self, node: str) -> Path:
+        """Where the agent of this node leaves its error."""
+        return self._folder / node
+
+    def of(self, node: str) -> str:
+        """What to say about the end of this node; "" if its agent has left nothing."""
+        try:
+            text = self.path(node).read_text()
+        except FileNotFoundError:
+            return ""
+        # The same page is in a file of each node.
+        key = "\n".join(li for li in text.splitlines() if not li.startswith("(this page is "))
+        first = self._said_for.setdefault(key, node)
+        return text if first == node else f"the same as {first}"
 
 
 def run_local(args: argparse.Namespace) -> int:
     """Run ``args.nodes_local`` agents until the last has ended."""
     signals = signals_to_handle(args.signals_to_handle)
-    with stop_on_signals(signals) as stop, LocalNodes(_print_line) as nodes:
+    start = SlowStart(SYSTEM_CLOCK)
+
+    def on_line(node: str, stream: str, line: str) -> None:
+        start.on_line(node, line)
+        _print_line(node, stream, line)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="elastic-run-") as folder,
+        stop_on_signals(signals) as stop,
+        LocalNodes(on_line) as nodes,
+    ):
+        errors = LastErrors(Path(folder))
         for index in range(args.nodes_local):
             if stop.signum is not None:
                 break
             name = f"local-{index}"
             environment = {**os.environ, "ELASTIC_NODE_NAME": name}
-            nodes.start(name, agent_command(args), environment)
-        ended = follow(nodes, stop, min_local_nodes(args))
+            nodes.start(name, agent_command(args, errors.path(name)), environment)
+        ended = follow(nodes, stop, min_local_nodes(args), start, errors)
         nodes.drain()
         failed = [node for node in nodes.nodes if node.name not in ended]
         codes = [code for node in failed if (code := node.exit_code) is not None]
@@ -832,7 +902,9 @@ def min_local_nodes(args: argparse.Namespace) -> int:
     return low if args.embedded_etcd and args.nodes_local >= high else 0
 
 
-def follow(nodes: LocalNodes, stop: StopRequest, least: int = 0) -> frozenset[str]:
+def follow(
+    nodes: LocalNodes, stop: StopRequest, least: int, start: SlowStart, errors: LastErrors
+) -> frozenset[str]:
     """Pass on output and signals until no agent runs. Ends the remaining agents if they are fewer
     than ``least`` and would wait for failed ones; returns their names."""
     passed_on = False
@@ -840,23 +912,68 @@ def follow(nodes: LocalNodes, stop: StopRequest, least: int = 0) -> frozenset[st
     too_few, ended = TooFew(least), frozenset[str]()
     while running := nodes.running:
         nodes.pump(CLI_POLL_S)
+        if stop.signum is None and (late := start.late()):
+            say(late)
         if stop.urgent:
             say(f"killing {len(running)} nodes")
             for node in running:
                 nodes.kill(node)
         elif stop.signum is not None and not passed_on:
             passed_on = True
-            say(f"{signal.Signals(stop.signum).name} passed on to {len(running)} nodes")
+            name, again = signal.Signals(stop.signum).name, "Ctrl-C again, or a second signal,"
+            say(f"{name} passed on to {len(running)} nodes, which leave; {again} kills them now")
             nodes.signal(stop.signum)
         for node in nodes.nodes:
-            if node.exit_code and node.name not in reported:
+            code = node.exit_code
+            if code is not None and node.name not in reported:
                 reported.add(node.name)
-                say(f"{node.name} ended with {describe(node.exit_code)}")
+                nodes.drain()
+                said = errors.of(node.name)
+                if code:
+                    said = f"{node.name} ended with {describe(code)}{said and f': {said}'}"
+                if said:
+                    say(said)
         if not ended and stop.signum is None and too_few.is_final(nodes):
             ended = frozenset(node.name for node in running)
             say(f"fewer than {least} nodes remain and none will join: ending {len(ended)}")
             nodes.signal(signal.SIGTERM)
     return ended
+
+
+class SlowStart:
+    """Explains silence while a job starts, once for its agents and once for their workers."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._importing: str | None = "the agents"  # None: their workers have written something
+        self._since_s = clock.monotonic()
+        self._is_explained = False
+
+    def on_line(self, node: str, line: str) -> None:
+        """A line that a node has written: of its agent's log, or of a worker."""
+        if self._importing == "the agents":
+            if " world-entered " in line:
+                self.begin_workers()
+        elif not re.match(rf"\S+Z [A-Z]+ +\[{re.escape(node)}( g\d+)?\] ", line):
+            self.end()
+
+    def begin_workers(self) -> None:
+        """The agents have started them."""
+        if self._importing == "the agents":
+            self._importing, self._is_explained = "the workers", False
+            self._since_s = self._clock.monotonic()
+
+    def end(self) -> None:
+        """The script runs."""
+        self._importing = None
+
+    def late(self) -> str:
+        """The explanation, when it is due."""
+        waited_s = self._clock.monotonic() - self._since_s
+        if self._importing is None or self._is_explained or waited_s < CLI_SLOW_START_S:
+            return ""
+        self._is_explained = True
+        return f"{self._importing} have printed nothing for {waited_s:.0f} s: {IMPORTS}"
 
 
 class TooFew:

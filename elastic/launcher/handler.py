@@ -51,8 +51,6 @@ from elastic.wire.messages import CALL_JOIN, NO_WORLD, nodes_per_replica
 
 # torchrun's run id of a job without one.
 NO_RUN_ID = "none"
-# A name of a file has 255 bytes, and torch appends nine (DefaultLogsSpecs, torch 2.11 to 2.15).
-LONGEST_RUN_ID_BYTES = 246
 
 
 def create(
@@ -133,12 +131,6 @@ def exit_on_signal(launcher: Launcher) -> Callable[[int], BaseException]:
 def _run_id(parameters: RendezvousParameters) -> str:
     """The id of the job; a new one for a job of one node without an id."""
     if parameters.run_id != NO_RUN_ID:
-        if len(parameters.run_id.encode(errors="replace")) > LONGEST_RUN_ID_BYTES:
-            raise ConfigError(
-                f"the run id {parameters.run_id[:40]}… is longer than {LONGEST_RUN_ID_BYTES} "
-                "bytes: torch creates a folder for logs with this name",
-                hint="use a shorter --rdzv-id",
-            )
         return parameters.run_id
     if parameters.max_nodes > 1:
         raise ConfigError(

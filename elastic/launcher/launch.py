@@ -137,7 +137,8 @@ def ending(error: ElasticError | JobSucceeded, launcher: Launcher) -> Rendezvous
     if launcher is Launcher.PROGRAM:
         return kind(str(error))
     is_done = isinstance(error, JobSucceeded)
-    get_logger().log(logging.INFO if is_done else logging.ERROR, "%s", error)
+    level = logging.INFO if is_done else logging.ERROR
+    get_logger().log(level, "%s", error, extra={"is_last_error": not is_done})
     ended = _with_exit_code(kind)(str(error))
     assert isinstance(ended, SystemExit)
     ended.code = error.exit_code if isinstance(error, ElasticError) else 0

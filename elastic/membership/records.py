@@ -35,6 +35,8 @@ from elastic.wire.messages import (
 _UNPRINTABLE = "\x00-\x1f\x7f-\x9f\ud800-\udfff"
 # Generated for a job that was started without one, as by `elastic run --embedded-etcd`.
 _GENERATED_RUN_ID = re.compile(r"job-[0-9a-f]{12}")
+# A name of a file has 255 bytes, and torch appends nine (DefaultLogsSpecs, torch 2.11 to 2.15).
+LONGEST_RUN_ID_BYTES = 246
 _FORBIDDEN_IN_RUN_ID = re.compile(f"[/{_UNPRINTABLE}]")
 _FORBIDDEN_IN_PREFIX = re.compile(f"[{_UNPRINTABLE}]")
 
@@ -57,6 +59,12 @@ class Keys:
     @staticmethod
     def of(prefix: str, run_id: str, *, is_etcd_local: bool = False) -> Keys:
         """Check both parts and join them. Raises ConfigError."""
+        if len(run_id.encode(errors="replace")) > LONGEST_RUN_ID_BYTES:
+            raise ConfigError(
+                f"the run id {run_id[:40]}… is longer than {LONGEST_RUN_ID_BYTES} bytes: torch "
+                "creates a folder for logs with this name",
+                hint="use a shorter --rdzv-id",
+            )
         if not run_id or _FORBIDDEN_IN_RUN_ID.search(run_id):
             raise ConfigError(
                 f"run id {run_id!r} cannot be part of an etcd key",

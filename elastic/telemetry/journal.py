@@ -33,6 +33,7 @@ from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.telemetry.events import Event, JournalClosed, JournalOpened, WorldEntered
 from elastic.telemetry.log import LogOrigin, get_logger, shorten
 from elastic.telemetry.runs import MAX_NODE_BYTES, is_default, journal_beside, remove_oldest_files
+from elastic.tracebacks import for_a_line
 
 SCHEMA = 1  # of the lines; incremented when a field changes its meaning or is removed
 # Fields of every line in addition to the event's own.
@@ -184,7 +185,8 @@ class Journal:
         if origin is not None and isinstance(event, WorldEntered):
             origin.generation = event.generation
         if self._log.isEnabledFor(level):
-            text = " ".join(f"{k}={v!r}" for k, v in _data(event).items() if v is not None)
+            shown = {k: _for_a_line(v) for k, v in _data(event).items() if v is not None}
+            text = " ".join(f"{k}={v!r}" for k, v in shown.items())
             extra = {"origin": str(origin)} if origin is not None else None
             self._log.log(
                 level, "%s %s", kebab_name(event), shorten(text, _LONGEST_LOGGED), extra=extra
@@ -369,6 +371,11 @@ class _RotatingFile:
 
 def _data(event: Event) -> dict[str, Any]:
     return {field.name: _plain(getattr(event, field.name)) for field in fields(event)}
+
+
+def _for_a_line(value: Any) -> Any:
+    """A traceback as its exception and place: the process that it ended has printed its lines."""
+    return for_a_line(value) if isinstance(value, str) else value
 
 
 def _plain(value: Any) -> Any:

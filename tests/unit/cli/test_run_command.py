@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.cli import bound_to_parent, run
 from elastic.cli.main import main
@@ -130,6 +131,13 @@ def test_another_backend_keeps_torchruns_count_of_restarts(monkeypatch: pytest.M
             ["--signals-to-handle=SIGTERM,SIGUSR", "'SIGUSR'", "SIGUSR1"],
         ),
         ("--embedded-etcd --signals-to-handle SIGKILL train.py", ["'SIGKILL' is not a signal"]),
+        ("--embedded-etcd --rdzv-conf lease=3 train.py", ["lease", "lease_s"]),
+        ("--embedded-etcd --rdzv-conf lease_s=1e9 train.py", ["lease_s"]),
+        ("--embedded-etcd --rdzv-conf lease_s train.py", ["--rdzv-conf=lease_s", "KEY=VALUE"]),
+        ("--embedded-etcd --rdzv-conf profile=x train.py", ["profile"]),
+        ("--embedded-etcd --rdzv-id a/b train.py", ["'a/b'"]),
+        (f"--embedded-etcd --rdzv-id {'a' * 300} train.py", ["longer than 246 bytes"]),
+        ("--rdzv-endpoint h:x train.py", ["h:x"]),
     ],
 )
 def test_usage_errors_name_the_value_and_the_remedy(line: str, named: list[str]) -> None:
@@ -163,7 +171,7 @@ def test_a_wrong_variable_is_not_blamed_on_a_flag(monkeypatch: pytest.MonkeyPatc
     assert "PET_NNODES" not in str(given.value)
 
 
-@pytest.mark.parametrize("flag", ["--redirects=5", "--logs-specs=nope", "--rdzv-conf=lease_s"])
+@pytest.mark.parametrize("flag", ["--redirects=5", "--logs-specs=nope"])
 def test_a_value_that_torch_refuses_is_a_usage_error(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,6 +369,52 @@ def test_a_signal_requests_a_stop_and_a_second_one_is_urgent() -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
         signal.signal(signal.SIGINT, interrupt)
+
+
+def test_silence_at_the_start_is_explained_once_for_agents_and_once_for_workers() -> None:
+    clock = ManualClock()
+    start = run.SlowStart(clock)
+    log = "2026-01-31T12:00:00.123Z INFO    [local-0 g1]"
+    said: list[str] = []
+
+    def wait(seconds: float) -> None:
+        clock.sleep(seconds)
+        said.append(start.late().partition(":")[0])
+
+    wait(run.CLI_SLOW_START_S - 1)
+    wait(2)
+    wait(100)
+    start.on_line("local-0", f"{log} world-entered generation=1")
+    wait(run.CLI_SLOW_START_S)
+    start.on_line("local-0", f"{log} node-arrived")  # no worker has written yet
+    wait(100)
+    assert said == [
+        "",
+        "the agents have printed nothing for 16 s",
+        "",
+        "the workers have printed nothing for 15 s",
+        "",
+    ]
+
+
+def test_silence_of_a_script_that_runs_is_not_explained() -> None:
+    clock = ManualClock()
+    start = run.SlowStart(clock)
+    start.on_line("local-0", "2026-01-31T12:00:00Z INFO [local-0] world-entered generation=1")
+    start.on_line("local-0", "epoch 1")
+    clock.sleep(1000)
+    assert start.late() == ""
+
+
+def test_the_error_that_ends_all_nodes_is_said_once(tmp_path: Path) -> None:
+    errors = run.LastErrors(tmp_path)
+    for node in ("a", "b"):
+        errors.path(node).write_text(f"the job has failed\n(this page is /tmp/{node}.txt)")
+    errors.path("c").write_text("the node is unfit")
+    assert errors.of("b") == "the job has failed\n(this page is /tmp/b.txt)"
+    assert errors.of("a") == "the same as b"
+    assert errors.of("c") == "the node is unfit"
+    assert errors.of("killed") == ""
 
 
 def test_no_more_nodes_start_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,16 @@ import pytest
 from kit.manual_clock import ManualClock
 
 from elastic.telemetry import events
-from elastic.telemetry.events import Event, FailureJudged, JournalOpened, Waiting, WorkerStuck
+from elastic.telemetry.events import (
+    Event,
+    FailureJudged,
+    JournalOpened,
+    Waiting,
+    WorkerDied,
+    WorkerStuck,
+)
 from elastic.telemetry.journal import SCHEMA, Journal, _RotatingFile, _Writer
-from elastic.telemetry.log import LOGGER_NAME, LogOrigin, UtcFormatter
+from elastic.telemetry.log import LOGGER_NAME, LogOrigin, UtcFormatter, get_logger
 from elastic.telemetry.reader import read_folder
 from elastic.telemetry.runs import default_journal, journal_beside
 from elastic.testing.waiting import eventually
@@ -276,6 +283,18 @@ def test_listeners_receive_every_event_even_if_one_raises(
     assert heard == [Waiting(reason="a node")]
     assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened", "waiting"]
     assert warnings == ["journal: a listener failed on waiting: RuntimeError('a defect')"]
+
+
+def test_a_traceback_is_one_phrase_of_a_log_line_and_complete_in_the_journal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    trace = 'Traceback (most recent call last):\n  File "/a/train.py", line 9, in f\nKeyError: 3'
+    journal = journal_in(tmp_path)
+    with caplog.at_level(logging.INFO, "elastic"):
+        journal.emit(WorkerDied(pid=7, local_rank=0, reason=trace))
+    assert "reason='KeyError: 3 (train.py:9)'" in caplog.messages[-1]
+    assert lines_of(tmp_path)[-1]["reason"] == trace
 
 
 @pytest.mark.parametrize("is_agent", [True, False])
