@@ -263,7 +263,7 @@ class WorldWriter:
                 nodes=tuple(m.name for m in world.members),
                 size=world.size,
                 state=world.state.value,
-                mode=world.mode,
+                mode="start" if world.cause is Cause.FIRST else world.mode,
                 cause=world.cause.value,
                 reason=world.reason,
             )

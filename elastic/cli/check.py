@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.child_interpreters import module_command
 from elastic.cli.arguments import CommandParser, add_output, at_least
 from elastic.errors import SYSTEM_CLOCK, ConfigError
+from elastic.telemetry.log import duration
 
 if TYPE_CHECKING:
     from elastic.testing.small_world.comparison import Difference, Record, Rounding, Variable
@@ -169,16 +170,13 @@ class Check:
         took_s = float(record.facts["seconds"])  # without the start of the host
         self._add("alone", "ok", _amounts(record, None), took_s)
         self._limit_s = min(self._limit_s, _LEAST_LIMIT_S + _LIMIT_FACTOR * self._size * took_s)
-        cores = len(os.sched_getaffinity(0))
-        runs = self._deaths + 4
-        about_s = runs * took_s * max(1.0, self._size / cores)
-        say(f"{runs} more runs of {record.steps} steps, about {about_s:.0f} s")
         if not record.steps:
             raise ConfigError(
                 f"{self._script.name} has committed no step",
                 hint="elastic check needs a script that trains: run.epochs, run.steps, or "
                 "run.begin and run.commit",
             )
+        say(f"the same with {self._size} ranks, which measures how long the other runs take")
         return record
 
     def _undisturbed(self) -> tuple[Record, RunOutcome] | None:
@@ -190,7 +188,10 @@ class Check:
             self._add_failure(f"{self._size} ranks", outcome, began_s)
             return None
         self._undisturbed_s = SYSTEM_CLOCK.monotonic() - began_s
-        return record_of(outcome, folder), outcome
+        record = record_of(outcome, folder)
+        # One without a fault, each death, and a restart, which takes two.
+        say(announced(self._deaths + 3, record.steps, self._undisturbed_s))
+        return record, outcome
 
     def _rounding(self, record: Record) -> Rounding:
         from elastic.testing.small_world.comparison import Rounding, record_of
@@ -512,6 +513,19 @@ class Check:
             advice += [w.log[-_LOG_TAIL:] for w in outcome.workers if w.exit_code != 0][:1]
         took_s = SYSTEM_CLOCK.monotonic() - began_s
         self._add(name, verdict, message, took_s, advice=tuple(advice), **options)
+
+
+def announced(runs: int, steps: int, undisturbed_s: float) -> str:
+    """How long the remaining runs take, from one without a fault. One with a death takes longer,
+    and another one if its death did not happen.
+
+    >>> announced(9, 32, 20.0)
+    '9 more runs of 32 steps, about 3 min 0 s to 6 min 0 s'
+    """
+    least_s = runs * undisturbed_s
+    return (
+        f"{runs} more runs of {steps} steps, about {duration(least_s)} to {duration(2 * least_s)}"
+    )
 
 
 _REFUSALS = ("TrainingError", "ConfigError", "CheckpointRequired", "StateError")

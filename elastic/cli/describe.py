@@ -5,21 +5,36 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic.cli.arguments import CommandParser, add_job_arguments, add_output, nearest
+from elastic.cli.arguments import (
+    CommandParser,
+    add_job_arguments,
+    add_output,
+    find_job,
+    nearest,
+)
 from elastic.cli.status import (
     incident_document,
     names_in,
     node_document,
     ranks_of,
 )
-from elastic.cli.view import JobView, incident, job_store, keys_of, read_job, sentence
-from elastic.errors import SYSTEM_CLOCK, ConfigError
+from elastic.cli.view import (
+    UNKNOWN_CAUSE,
+    JobView,
+    incident,
+    job_store,
+    keys_of,
+    read_job,
+    sentence,
+)
+from elastic.errors import SYSTEM_CLOCK, ConfigError, StoreUnreachable
 from elastic.membership.failures import is_consequence
 from elastic.membership.records import BreakageRecord, Node
 from elastic.telemetry.log import duration, printable, timestamp
+from elastic.telemetry.runs import local_runs
 from elastic.tracebacks import exception_line
 
 _LONGEST_LINE = 500
@@ -29,14 +44,54 @@ _MAX_LINES = 60  # of a traceback
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic describe ARGV``; returns the exit code."""
     args = parser().parse_args(list(argv))
+    args.run, args.name = run_and_name(args.kind, args.words, {run.run_id for run in local_runs()})
+    run = find_job(args)
     keys = keys_of(args)
-    with job_store(args) as store:
-        view = read_job(store, keys, SYSTEM_CLOCK.wall())
+    try:
+        with job_store(args) as store:
+            view = read_job(store, keys, SYSTEM_CLOCK.wall())
+    except StoreUnreachable as error:
+        if run is None or run.is_running:
+            raise
+        name = printable(run.run_id, 80)
+        raise StoreUnreachable(
+            f"{name} has ended here, and its etcd does not answer: {error.message}",
+            hint=f"from its journals: elastic status {name}, elastic events {name}",
+        ) from None
     if args.output == "json":
         print(json.dumps(description(view, args.kind, args.name), indent=2))
     else:
-        print("\n".join(describe(view, args.kind, args.name)))
+        journal = run.journal if run is not None else ""
+        print("\n".join(describe(view, args.kind, args.name, journal)))
     return 0
+
+
+def run_and_name(
+    kind: str, words: Sequence[str], known_runs: Collection[str]
+) -> tuple[str | None, str | None]:
+    """The run id and the name in the arguments, in either order. Raises ConfigError.
+
+    >>> run_and_name("incident", ["llama", "3"], ()), run_and_name("incident", ["3"], ())
+    (('llama', '3'), (None, '3'))
+    >>> run_and_name("incident", ["llama"], ()), run_and_name("node", ["node-1"], ())
+    (('llama', None), (None, 'node-1'))
+    >>> run_and_name("node", ["node-1", "llama"], ["llama"])
+    ('llama', 'node-1')
+    """
+    if len(words) > 2:
+        raise ConfigError(
+            f"{len(words)} names are given", hint=f"usage: elastic describe {kind} [RUN] [NAME]"
+        )
+    if len(words) == 2:
+        run, name = words
+        is_swapped = name in known_runs and run not in known_runs
+        if is_swapped or (kind == "incident" and run.isdecimal() and not name.isdecimal()):
+            run, name = name, run
+        return run, name
+    if not words:
+        return None, None
+    is_run = words[0] in known_runs or (kind == "incident" and not words[0].isdecimal())
+    return (words[0], None) if is_run else (None, words[0])
 
 
 def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
@@ -48,21 +103,23 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     )
     own.add_argument("kind", choices=("node", "incident"))
     own.add_argument(
-        "name",
-        nargs="?",
-        help="node name, or the generation that the incident ended (default: the last incident)",
+        "words",
+        nargs="*",
+        metavar="[RUN] [NAME]",
+        help="run id (default: PET_RDZV_ID, or the only job of this machine), and the node's name, "
+        "or the generation that the incident ended (default: the last incident)",
     )
     add_job_arguments(own, environ, run_help="")
-    own.set_defaults(run=None)  # the only job of this machine, or that of --rdzv-id
     add_output(own, "text", "json")
     return own
 
 
-def describe(view: JobView, kind: str, name: str | None) -> Iterator[str]:
-    """The description as text lines. Raises ConfigError if the object does not exist."""
+def describe(view: JobView, kind: str, name: str | None, journal: str = "") -> Iterator[str]:
+    """The description as text lines. ``journal``: the folder of the job's journals, if it is known.
+    Raises ConfigError if the object does not exist."""
     if kind == "node":
         return _node(view, _node_named(view, name))
-    return _incident(view, _incident_named(view, name))
+    return _incident(view, _incident_named(view, name), journal)
 
 
 def description(view: JobView, kind: str, name: str | None) -> dict[str, Any]:
@@ -157,9 +214,14 @@ def _incident_named(view: JobView, name: str | None) -> BreakageRecord:
     return matches[-1]
 
 
-def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
+def _incident(view: JobView, breakage: BreakageRecord, journal: str) -> Iterator[str]:
     yield _field("generation", breakage.generation)
-    yield _field("what", incident(breakage))
+    what = incident(breakage)
+    if what == UNKNOWN_CAUSE and journal:
+        from elastic.cli.last_known import in_generation  # reads journals; slow to import
+
+        what = in_generation(journal, view.run_id, breakage.generation) or what
+    yield _field("what", what)
     yield _field("when", f"{timestamp(breakage.time_s)} ({_ago(view, breakage.time_s)})")
     yield _field("world lasted", duration(breakage.lived_s))
     if breakage.step is not None:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ FOLLOW_S = 0.3
 # Fields that begin each line, or that are not useful to people.
 _ENVELOPE = frozenset({"event", "seq", "time", "monotonic", "writer", "node", "node_id"})
 _MAX_RUNS = 5  # in an error
+# Most events of a run: every rank reports its times every few seconds.
+_FREQUENT = ("rank-times",)
 _OF_RANKS = ("world-fault", "collective-failed")  # events that all ranks of a world may have
 _PLACE = (("rank", "r"), ("generation", "g"), ("step", "s"))
 
@@ -93,7 +96,10 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     )
     own.add_argument("--node", metavar="NAME", help="only events of this node")
     own.add_argument(
-        "--event", metavar="NAME", action="append", help="only events of this kind; may be repeated"
+        "--event",
+        metavar="NAME",
+        action="append",
+        help="only events of this kind; may be repeated (default: all; as text, no rank-times)",
     )
     add_output(
         own,
@@ -204,6 +210,7 @@ def _print_all(
     of_etcd = _changes(changes, merged.records, notes, at_once=not args.follow)
     _print(_in_order([*merged.records, *of_etcd]), args, since_s)
     notes.print(merged.notes)
+    notes.print(_not_shown(merged.records, args))
     nodes = sorted({record.node for record in merged.records})
     if args.node is not None and args.node not in nodes and nodes and not args.follow:
         raise ConfigError(
@@ -331,7 +338,16 @@ def _is_wanted(record: JournalRecord, args: argparse.Namespace, since_s: float |
         return False
     if args.node is not None and record.node != args.node:
         return False
-    return not args.event or record.name in args.event
+    if args.event:
+        return record.name in args.event
+    return args.output == "json" or record.name not in _FREQUENT
+
+
+def _not_shown(records: Iterable[JournalRecord], args: argparse.Namespace) -> Iterator[str]:
+    if args.event or args.output == "json":
+        return
+    for name, count in Counter(r.name for r in records if r.name in _FREQUENT).items():
+        yield f"{count} events {name} are not shown: --event {name} does"
 
 
 def _lines(records: Iterable[JournalRecord]) -> Iterator[str]:

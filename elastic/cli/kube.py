@@ -267,7 +267,8 @@ def _image(image: str | None, overlay: str) -> Image | None:
             return None
         raise ConfigError(
             f"--overlay={overlay} without --image: the overlay's image is a placeholder",
-            hint="add --image=REGISTRY/NAME:TAG (deploy/README.md, Images)",
+            hint="add --image=REGISTRY/NAME:TAG: an image with the script, torch and "
+            "torch-elastic-harness",
         )
     name, tag, digest = kube_names.image("--image", image)
     return Image(name=name, tag=tag, digest=digest)

@@ -101,7 +101,8 @@ def variable(flag: str, text: str) -> tuple[str, str]:
     if name.startswith(("PET_", "ELASTIC_")):
         raise ConfigError(
             f"{flag}={name}=…: {name} is a setting of the agents",
-            hint="use its own flag, or merge it into `settings` in an overlay: deploy/README.md",
+            hint="use its own flag, or merge it into `settings` in a kustomization (--output-dir "
+            "writes one)",
         )
     if _SECRET.search(name):
         raise ConfigError(

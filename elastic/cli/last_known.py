@@ -144,6 +144,31 @@ def last_known(folder: str, run_id: str, now_s: float) -> list[str]:
     return list(_lines(records, now_s))
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What the journals of a run say of it; None: nothing."""
+
+    outcome: str | None = None  # "success" or "failure"; None: it has not ended
+    exit_code: int | None = None
+    nodes: int | None = None  # of its last world
+    step: int | None = None
+
+
+def summary(folder: str, run_id: str) -> RunSummary:
+    """A run's result, nodes and step. Reads only the ends of the files."""
+    records = sorted(JournalFolder(Path(folder)).read_tails(run_id), key=lambda r: r.time_s)
+    ended, formed = _last(records, "job-ended"), _last(records, "world-formed")
+    if ended is not None and _goes_on_after(ended, records):
+        ended = None
+    nodes = formed.data.get("nodes") if formed is not None else None
+    return RunSummary(
+        outcome=ended.text("outcome") if ended is not None else None,
+        exit_code=ended.whole("exit_code") if ended is not None else None,
+        nodes=len(nodes) if isinstance(nodes, list) else None,
+        step=max((s for r in records if (s := r.whole("step")) is not None), default=None),
+    )
+
+
 def _lines(records: Sequence[JournalRecord], now_s: float) -> Iterator[str]:
     yield _state(records, now_s)
     if (saved := _last(records, "checkpoint-saved")) is not None:
@@ -191,6 +216,17 @@ def _state(records: Sequence[JournalRecord], now_s: float) -> str:
         f"{with_nodes if is_same else ''}, {_ago(newest, now_s)}, from the journal of "
         f"{printable(newest.node, 60)}"
     )
+
+
+def in_generation(folder: str, run_id: str, generation: int) -> str:
+    """The first incident of a generation, from the journals; "" if they have none."""
+    current: int | None = None
+    for record in sorted(JournalFolder(Path(folder)).read_tails(run_id), key=lambda r: r.time_s):
+        if record.name == "world-formed":
+            current = record.whole("generation")
+        elif record.name in _INCIDENTS and current == generation:
+            return incident_of(record)
+    return ""
 
 
 def incident_of(record: JournalRecord) -> str:

@@ -187,8 +187,8 @@ def _is_wanted(line: Line, args: argparse.Namespace, since_s: float | None) -> b
 
 
 def _print(lines: Sequence[Line], output: KeptLines) -> None:
-    """With the node and rank of each line, if there is more than one worker."""
-    are_several = len(output.workers) > 1
+    """With the node and rank of each line, if there is more than one node or worker."""
+    are_several = max(len(output.nodes), len(output.workers)) > 1
     for line in lines:
         name = printable(line.node, 80)
         rank = f" r{line.rank}" if line.rank is not None else ""

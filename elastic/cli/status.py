@@ -195,7 +195,6 @@ def _rounded(value: float | None) -> float | None:
 # ``elastic status``: a job's status in one sentence and a table, from etcd alone.
 
 ABSENT = 1  # exit code: no such job
-_LISTED = 10  # jobs, if the one that was asked for does not exist
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -252,9 +251,9 @@ def _say_which_exist(store: Reader, args: argparse.Namespace, view: JobView) -> 
     except StoreRefused:  # this user may only read its own job
         return
     if names:
-        shown = ", ".join(printable(name) for name in names[:_LISTED])
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        print(f"elastic: this etcd has {shown}{more}{nearest(view.run_id, names)}", file=sys.stderr)
+        jobs = "1 job" if len(names) == 1 else f"{len(names)} jobs"
+        text = f"this etcd has {jobs} (elastic list){nearest(view.run_id, names)}"
+        print(f"elastic: {text}", file=sys.stderr)
 
 
 def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:

@@ -26,10 +26,14 @@ def main(argv: Sequence[str]) -> int:
     """Run ``elastic tutorial ARGV``; returns the exit code."""
     folder = Path(parser().parse_args(list(argv)).folder)
     scripts = sorted(SCRIPTS.glob("*.py"))
-    for script in scripts:
+    present = [script for script in scripts if (folder / script.name).exists()]
+    for script in present:
         target = folder / script.name
-        if target.exists() and target.read_bytes() != script.read_bytes():
-            raise ConfigError(f"{target} exists", hint="choose another folder, or remove it")
+        if target.read_bytes() != script.read_bytes():
+            raise ConfigError(
+                f"{target} exists, and is not as it was written",
+                hint="choose another folder, or remove it",
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for script in scripts:
@@ -37,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written to: {error.strerror}") from error
     names = " and ".join(script.name for script in scripts)
-    print(f"wrote {names}. Try, in this order:\n\ncd {folder}\n{NEXT}")
+    done = f"{names} are there already, unchanged" if present == scripts else f"wrote {names}"
+    print(f"{done}. Try, in this order:\n\ncd {folder}\n{NEXT}")
     return 0
 
 

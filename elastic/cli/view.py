@@ -39,6 +39,8 @@ from elastic.wire.messages import WorldState
 # An older heartbeat is shown as late: a node's thread may wait for one call to etcd, and the leader
 # writes the received heartbeats every few seconds.
 HEARTBEAT_LATE_S = 15.0
+# Of an incident: etcd does not know it.
+UNKNOWN_CAUSE = "cause unknown"
 # A script that has not called elastic.join() after this long in a world is assumed never to do so:
 # its nodes count as training, although no steps are reported. Imports take less.
 SILENT_SCRIPT_S = 120.0
@@ -682,7 +684,8 @@ def incident(breakage: BreakageRecord) -> str:
     parts += [f"a worker of {printable(name, 60)} failed" for name in failed]
     if breakage.attempts > 1:
         return f"{breakage.attempts} process groups could not be built"
-    return ", ".join(parts) or "cause unknown"
+    reported = breakage.verdict and f"reported: {printable(breakage.verdict)}"
+    return ", ".join(parts) or reported or UNKNOWN_CAUSE
 
 
 def _count(number: int, noun: str) -> str:

@@ -57,7 +57,7 @@ class WorldFormed(Event):
     nodes: tuple[str, ...]  # names, in the order of ranks
     size: int  # number of workers
     state: str  # "active", or "paused" with too few nodes
-    mode: str  # "restart" or "in-process": how workers enter it
+    mode: str  # how workers enter it: "start" (a first world), "restart" or "in-process"
     cause: str  # first, lost, left, failure, joined, paused, resumed, takeover or unfinished
     reason: str  # a sentence
 

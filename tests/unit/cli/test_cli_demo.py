@@ -348,7 +348,9 @@ def test_the_tutorial_writes_copies_of_the_example(
         assert main(["tutorial", str(tmp_path / "own")]) == 0
         for name in ("before.py", "after.py"):
             assert (tmp_path / "own" / name).read_text() == (example / name).read_text()
-    assert f"cd {tmp_path / 'own'}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"cd {tmp_path / 'own'}" in printed and printed.count("wrote") == 1
+    assert "after.py and before.py are there already, unchanged" in printed
     (tmp_path / "own" / "after.py").write_text("mine")
     (tmp_path / "own" / "before.py").unlink()
     assert main(["tutorial", str(tmp_path / "own")]) == 2

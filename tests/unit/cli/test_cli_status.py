@@ -27,6 +27,7 @@ from elastic.cli.view import (
     SILENT_SCRIPT_S,
     JobCondition,
     JobView,
+    incident,
     read_job,
     sentence,
 )
@@ -49,7 +50,14 @@ from elastic.membership.records import (
     WorldRecord,
     encode,
 )
-from elastic.telemetry.events import CheckpointSaved, JobEnded, NodeLost, Waiting, WorldFormed
+from elastic.telemetry.events import (
+    CheckpointSaved,
+    JobEnded,
+    NodeLost,
+    Waiting,
+    WorkerDied,
+    WorldFormed,
+)
 from elastic.telemetry.journal import Journal
 from elastic.testing.waiting import eventually
 from elastic.tuning.intervals import (
@@ -529,7 +537,7 @@ def test_a_misspelled_run_id_lists_the_jobs_that_exist(
     training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli("status", "--rdzv-id=lama-7") == 1
-    assert "this etcd has llama-7, did you mean 'llama-7'?" in capsys.readouterr().err
+    assert "this etcd has 1 job (elastic list), did you mean 'llama-7'?" in capsys.readouterr().err
 
 
 def test_the_jobs_of_an_etcd_are_listed(
@@ -578,7 +586,8 @@ def test_a_node_is_described(
 def test_an_incident_is_described_with_its_traceback(
     training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for argv in (("incident",), ("incident", "6")):
+    orders = (("6",), ("llama-7",), ("llama-7", "6"), ("6", "llama-7"))
+    for argv in (("incident",), *(("incident", *words) for words in orders)):
         assert cli("describe", *argv) == 0
         output = capsys.readouterr().out
         assert "what:          n4 was lost\n" in output
@@ -587,6 +596,33 @@ def test_an_incident_is_described_with_its_traceback(
         assert r"      boom\x1b[2J" in output
     assert cli("describe", "incident", "3") == 2
     assert "incidents are recorded for generation 6" in capsys.readouterr().err
+
+
+def test_a_cause_that_etcd_does_not_know_is_that_of_the_journals(
+    training: Job, tmp_path: Path
+) -> None:
+    journal = Journal(folder=tmp_path, identity={"node": "n2"}, run_id="llama-7")
+    for generation, error in ((5, "TypeError: before"), (6, "ValueError: boom"), (7, "later")):
+        formed = WorldFormed(
+            generation=generation,
+            nodes=("n2",),
+            size=1,
+            state="active",
+            mode="restart",
+            cause="failure",
+            reason="",
+        )
+        journal.emit(formed)
+        journal.emit(WorkerDied(pid=1, local_rank=0, reason=error))
+    view = training.view()
+    unknown = replace(view.breakages[-1], lost=(), left=(), failures=(), verdict="")
+    assert view.world is not None
+    view = replace(view, world=replace(view.world, breakages=(unknown,)))
+    assert "what:          cause unknown" in describe(view, "incident", None)
+    known = describe(view, "incident", None, str(tmp_path))
+    assert "what:          a worker of n2 died: ValueError: boom" in known
+    reported = replace(unknown, verdict="n1 cannot reach n2")
+    assert "reported: n1 cannot reach n2" in incident(reported)
 
 
 def heartbeats(*heard: tuple[str, int | None, float]) -> tuple[RecordedHeartbeat, ...]:

@@ -87,6 +87,15 @@ def test_the_only_worker_needs_no_origin_and_an_age_selects_its_last_lines(
     assert printed(capsys, "--since=30s") == ["new"]
 
 
+def test_lines_of_several_nodes_have_their_origin_before_a_second_worker_writes(
+    entry: RunEntry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry.close()
+    output("a").record(line("one", 0))
+    output("b").record(line("unnamed", None, None))
+    assert printed(capsys) == ["[a r0] one", "[b] unnamed"]
+
+
 def test_streams_that_torchrun_redirects_are_read_from_its_files(
     entry: RunEntry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
