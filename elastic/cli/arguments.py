@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, NoReturn
 
 from elastic.errors import (
+    SYSTEM_CLOCK,
     BudgetSpent,
     CheckpointRequired,
     ConfigError,
@@ -18,11 +19,13 @@ from elastic.errors import (
     NodeUnfit,
     Preempted,
 )
-from elastic.telemetry.log import printable
+from elastic.telemetry.log import duration, printable
 from elastic.telemetry.runs import LocalRun, local_runs
 from elastic.tuning.options import AgentOptions, read_options
 
 _MAX_LISTED = 10  # runs in an error
+_MAX_NEAREST = 3  # names, in a question
+LIST_HINT = "`elastic list` shows the jobs of this machine"
 
 # ----------------------------------------------------------------------------
 # The parser of every command: an error is a ConfigError (exit code 2) with a hint.
@@ -52,11 +55,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     >>> nearest("--nnodez", ["--nnodes", "--role"])
     ", did you mean '--nnodes'?"
+    >>> nearest("job-1", ["job-12", "job-13"])
+    ", did you mean 'job-12' or 'job-13'?"
     >>> nearest("--zzz", ["--nnodes"])
     ''
     """
-    matches = get_close_matches(name, list(known), n=1)
-    return f", did you mean {matches[0]!r}?" if matches else ""
+    ranked = get_close_matches(name, list(known), n=_MAX_NEAREST)
+    # Others only if they are as close as the closest.
+    closeness = [SequenceMatcher(None, match, name).ratio() for match in ranked]
+    matches = sorted(m for m, r in zip(ranked, closeness, strict=True) if r == closeness[0])
+    return f", did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -181,7 +189,9 @@ def find_job(args: argparse.Namespace, *, or_last: bool = False) -> LocalRun | N
 
 def local_run(args: argparse.Namespace, *, or_last: bool = False) -> LocalRun | None:
     """The job of this machine that the arguments mean: the named one or, without a name, the only
-    one that runs, or else the only one; None: it is another machine's, or not certain.
+    one that runs, or else the only one, of those that were started in the present folder if there
+    are any; None: it is another machine's, or not certain. Names the job on stderr if the arguments
+    do not.
 
     ``or_last``: if none runs, the last one, for a command that only looks back."""
     name, endpoint, runs = args.rdzv_id, args.rdzv_endpoint, local_runs()
@@ -189,13 +199,26 @@ def local_run(args: argparse.Namespace, *, or_last: bool = False) -> LocalRun | 
         runs = [run for run in runs if run.run_id == name]
     if endpoint:
         runs = [run for run in runs if run.endpoint == endpoint]
-    running = [run for run in runs if run.is_running]
-    if or_last and not running and len(runs) > 1:
-        last = printable(runs[0].run_id, 80)
-        print(f"elastic: {last}, the last of {len(runs)} jobs here (elastic list)", file=sys.stderr)
-        return runs[0]
-    certain = running or runs
-    return certain[0] if len(certain) == 1 else None
+    runs = _of_this_folder(runs) or runs
+    certain = [run for run in runs if run.is_running] or runs
+    if len(certain) != 1 and not (or_last and certain and not certain[0].is_running):
+        return None
+    if name is None:
+        print(f"elastic: job {_described(certain[0])} (elastic list has all)", file=sys.stderr)
+    return certain[0]
+
+
+def _of_this_folder(runs: Sequence[LocalRun]) -> list[LocalRun]:
+    here = os.getcwd()
+    return [run for run in runs if run.folder == here]
+
+
+def _described(run: LocalRun) -> str:
+    """A job that was chosen without its name, so that nobody takes it for another one."""
+    ago = f"started {duration(max(0.0, SYSTEM_CLOCK.wall() - run.since_s))} ago"
+    script = f"{printable(run.script, 80)} in {printable(run.folder, 200)}, " if run.script else ""
+    state = "running" if run.is_running else "ended here"
+    return f"{printable(run.run_id, 80)}: {script}{state}, {ago}"
 
 
 def unknown_run(name: str, runs: Sequence[LocalRun]) -> ConfigError:
@@ -203,7 +226,7 @@ def unknown_run(name: str, runs: Sequence[LocalRun]) -> ConfigError:
     return ConfigError(
         f"no job {printable(name, 80)} is known on this machine"
         f"{nearest(name, [run.run_id for run in runs])}",
-        hint=f"it has {_listed(runs)}; for a job elsewhere pass --rdzv-endpoint"
+        hint=f"{LIST_HINT}; for a job elsewhere pass --rdzv-endpoint"
         if runs
         else "for a job elsewhere pass --rdzv-endpoint",
     )

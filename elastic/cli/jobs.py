@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic.cli.arguments import CommandParser, add_etcd_arguments, add_output, options_of
 from elastic.cli.view import JobCondition, JobView, Reader, job_store, read_job
@@ -15,7 +15,10 @@ from elastic.errors import SYSTEM_CLOCK, ConfigError
 from elastic.membership.records import Keys
 from elastic.store.keyvalue import Entry, Snapshot
 from elastic.telemetry.log import duration, printable
-from elastic.telemetry.runs import local_runs
+from elastic.telemetry.runs import LocalRun, local_runs
+
+if TYPE_CHECKING:
+    from elastic.cli.last_known import RunSummary
 
 SCHEMA = 1  # incremented when a field changes its meaning or is removed
 _HEAD = ("RUN ID", "STATE", "NODES", "STEP", "GENERATION", "AGE")
@@ -37,17 +40,39 @@ def main(argv: Sequence[str]) -> int:
 
 def _list_local(output: str) -> int:
     """The jobs that have had an agent of this user on this machine, newest first."""
-    now_s, runs = SYSTEM_CLOCK.wall(), local_runs()
+    from elastic.cli.last_known import summary  # reads journals; slow to import
+
+    now_s = SYSTEM_CLOCK.wall()
+    jobs = [(run, summary(run.journal, run.run_id)) for run in local_runs()]
     if output == "json":
-        print(json.dumps({"schema": SCHEMA, "local": [asdict(run) for run in runs]}, indent=2))
+        local = [{**asdict(run), **asdict(known)} for run, known in jobs]
+        print(json.dumps({"schema": SCHEMA, "local": local}, indent=2))
         return 0
-    rows = [("RUN ID", "STATE", "STARTED", "ETCD")]
-    for run in runs:
-        state = "running" if run.is_running else "ended here"
-        ago = f"{duration(max(0.0, now_s - run.since_s))} ago"
-        rows.append((printable(run.run_id), state, ago, printable(run.endpoint)))
-    print("\n".join(_aligned(rows)) if runs else "no job has run on this machine")
+    head = ("RUN ID", "STATE", "NODES", "STEP", "SCRIPT", "STARTED", "FOLDER")
+    rows: list[tuple[str, ...]] = [head]
+    for run, known in jobs:
+        row = (
+            run.run_id,
+            _local_state(run, known),
+            "" if known.nodes is None else str(known.nodes),
+            "" if known.step is None else str(known.step),
+            run.script,
+            f"{duration(max(0.0, now_s - run.since_s))} ago",
+            run.folder,
+        )
+        rows.append(tuple(map(printable, row)))
+    print("\n".join(_aligned(rows)) if jobs else "no job has run on this machine")
     return 0
+
+
+def _local_state(run: LocalRun, known: RunSummary) -> str:
+    if run.is_running:
+        return "running"
+    if known.outcome == "success":
+        return JobCondition.SUCCEEDED.value
+    if known.outcome:
+        return f"{JobCondition.FAILED.value} ({known.exit_code})"
+    return "ended here"  # it was interrupted, or goes on elsewhere
 
 
 def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:

@@ -83,6 +83,7 @@ from elastic.telemetry.runs import (
     default_journal,
     journal_beside,
     kept_output,
+    script_in,
     while_it_runs,
 )
 from elastic.tuning.environment import MODE
@@ -639,6 +640,8 @@ class Launch:
                     endpoint=parameters.endpoint,
                     prefix=options.prefix,
                     since_s=SYSTEM_CLOCK.wall(),
+                    script=script_in(agent.command),
+                    folder=os.getcwd(),
                 )
             )
             created.callback(self._run.close)

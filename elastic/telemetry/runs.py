@@ -25,7 +25,7 @@ import shlex
 import shutil
 import socket
 import urllib.parse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,7 +75,24 @@ class LocalRun:
     endpoint: str  # of etcd
     prefix: str  # of its keys
     since_s: float  # wall time of the newest start of an agent
+    script: str = ""  # the name of its file or module; "": not known
+    folder: str = ""  # where it was started; "": not known
     is_running: bool = False  # an agent still runs on this machine
+
+
+def script_in(command: Sequence[str]) -> str:
+    """The name of the script in a worker's command line.
+
+    >>> script_in(("/usr/bin/python3", "-u", "jobs/train.py", "--lr=1"))
+    'train.py'
+    >>> script_in(("./run.sh", "a"))
+    'run.sh'
+    """
+    if not command:
+        return ""
+    is_python = os.path.basename(command[0]).startswith("python")
+    words = (word for word in command[1:] if not word.startswith("-"))
+    return os.path.basename(next(words, "") if is_python else command[0])
 
 
 def while_it_runs(run_id: str) -> str:
@@ -234,7 +251,7 @@ def _read(folder: Path) -> LocalRun | None:
     try:
         known = json.loads((folder / _RUN_FILE).read_bytes())
         run = LocalRun(**known, is_running=bool(_agents(folder)))
-        texts = (run.run_id, run.journal, run.endpoint, run.prefix)
+        texts = (run.run_id, run.journal, run.endpoint, run.prefix, run.script, run.folder)
         is_valid = all(isinstance(t, str) for t in texts) and isinstance(run.since_s, int | float)
         return run if is_valid else None
     except (OSError, ValueError, TypeError):  # being written, or by another version

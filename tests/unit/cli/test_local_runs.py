@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,30 @@ def test_after_the_job_and_its_etcd_commands_read_the_journals(
     assert capsys.readouterr().out.startswith("# Run demo")
 
 
+def test_an_ended_job_whose_etcd_is_gone_is_not_described_but_its_journals_are_named(
+    demo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["describe", "incident", "demo", "--rdzv-conf=connect_timeout_s=0.1"]) == 69
+    error = capsys.readouterr().err
+    assert "demo has ended here, and its etcd does not answer" in error
+    assert "from its journals: elastic status demo, elastic events demo" in error
+
+
+def test_frequent_events_are_counted_unless_they_are_asked_for(
+    demo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of_rank_times(*arguments: str) -> int:
+        assert main(["events", "demo", *arguments]) == 0
+        return capsys.readouterr().out.count("rank-times")
+
+    assert main(["events", "demo"]) == 0
+    shown = capsys.readouterr()
+    assert "rank-times" not in shown.out
+    count = of_rank_times("--event=rank-times")
+    assert f"{count} events rank-times are not shown" in shown.err
+    assert of_rank_times("-o", "json") == count > 0
+
+
 def test_a_misspelled_run_shows_those_that_exist(
     demo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,7 +86,7 @@ def test_a_misspelled_run_shows_those_that_exist(
         assert main([command, "dmo"]) == 2
         error = capsys.readouterr().err
         assert "no job dmo is known on this machine, did you mean 'demo'?" in error
-        assert "it has demo" in error
+        assert "`elastic list` shows the jobs of this machine" in error
 
 
 def test_without_a_name_the_running_job_is_meant_or_else_the_last(
@@ -71,11 +98,28 @@ def test_without_a_name_the_running_job_is_meant_or_else_the_last(
     ended.close()
     for command in ("status", "events", "report"):
         assert main([command]) == 0
-        assert "demo, the last of 2 jobs here (elastic list)" in capsys.readouterr().err
+        first = capsys.readouterr().err.splitlines()[0]
+        assert first.startswith("elastic: job demo: ended here, started ")
     running = register("demo", demo)
     assert main(["report", "-o", "json"]) == 0
+    assert capsys.readouterr().err.startswith("elastic: job demo: running, started ")
+    assert main(["report", "demo", "-o", "json"]) == 0
     assert capsys.readouterr().err == ""
     running.close()
+
+
+def test_without_a_name_a_job_of_the_present_folder_is_meant(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    run = LocalRun(run_id="mine", journal=str(demo), endpoint=GONE, prefix="/p", since_s=0.5)
+    RunEntry(replace(run, script="train.py", folder=str(here))).close()
+    other = register("other", demo)
+    assert main(["events"]) in (0, 2)
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith(f"elastic: job mine: train.py in {here}, ended here")
+    other.close()
 
 
 def test_a_command_that_changes_a_job_takes_no_ended_one_for_it(
@@ -117,12 +161,20 @@ def test_without_an_endpoint_the_jobs_of_this_machine_are_listed(
 ) -> None:
     running = register("other", demo)
     assert main(["list"]) == 0
-    head, *rows = [line.split("   ") for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
+    head, *rows = [re.split(" {3,}", line) for line in lines]
     assert head[0] == "RUN ID"
     assert sorted((row[0].strip(), row[1].strip()) for row in rows) == [
-        ("demo", "ended here"),
+        ("demo", "succeeded"),
         ("other", "running"),
     ]
+    assert head == ["RUN ID", "STATE", "NODES", "STEP", "SCRIPT", "STARTED", "FOLDER"]
+    assert main(["list", "-o", "json"]) == 0
+    (ended,) = (
+        job for job in json.loads(capsys.readouterr().out)["local"] if job["run_id"] == "demo"
+    )
+    assert (ended["outcome"], ended["exit_code"]) == ("success", 0)
+    assert ended["nodes"] and ended["step"]
     running.close()
 
 
