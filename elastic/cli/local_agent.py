@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
-
-from elastic.cli.run import run_agent
-from elastic.telemetry.log import get_logger
 
 
 def main(argv: list[str]) -> int:
     """Run the agent; returns its exit code."""
+    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_handled:  # nothing is to be undone while it imports: Ctrl-C needs no traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import torch.distributed.run  # noqa: F401 (its import takes longest)
+
+    from elastic.cli.run import run_agent
+    from elastic.telemetry.log import get_logger
+
+    if is_handled:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     args = argparse.Namespace(**json.loads(argv[0]))
     # Mimic a call of torchrun: the handler searches sys.argv for folders.
     sys.argv[1:] = [args.training_script, *args.training_script_args]

@@ -923,21 +923,28 @@ def follow(
             name, again = signal.Signals(stop.signum).name, "Ctrl-C again, or a second signal,"
             say(f"{name} passed on to {len(running)} nodes, which leave; {again} kills them now")
             nodes.signal(stop.signum)
-        for node in nodes.nodes:
-            code = node.exit_code
-            if code is not None and node.name not in reported:
-                reported.add(node.name)
-                nodes.drain()
-                said = errors.of(node.name)
-                if code:
-                    said = f"{node.name} ended with {describe(code)}{said and f': {said}'}"
-                if said:
-                    say(said)
+        _say_ended(nodes, reported, errors)
         if not ended and stop.signum is None and too_few.is_final(nodes):
             ended = frozenset(node.name for node in running)
             say(f"fewer than {least} nodes remain and none will join: ending {len(ended)}")
             nodes.signal(signal.SIGTERM)
+    _say_ended(nodes, reported, errors)  # the last one may have ended since
     return ended
+
+
+def _say_ended(nodes: LocalNodes, reported: set[str], errors: LastErrors) -> None:
+    """Say how nodes have ended that are not in ``reported``, and add them."""
+    for node in nodes.nodes:
+        code = node.exit_code
+        if code is None or node.name in reported:
+            continue
+        reported.add(node.name)
+        nodes.drain()
+        said = errors.of(node.name)
+        if code:
+            said = f"{node.name} ended with {describe(code)}{said and f': {said}'}"
+        if said:
+            say(said)
 
 
 class SlowStart:

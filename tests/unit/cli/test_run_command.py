@@ -417,6 +417,17 @@ def test_the_error_that_ends_all_nodes_is_said_once(tmp_path: Path) -> None:
     assert errors.of("killed") == ""
 
 
+def test_the_end_of_the_last_node_is_said_although_nothing_runs_any_more(
+    nodes: LocalNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = run.LastErrors(tmp_path)
+    errors.path("a").write_text("the job has failed")
+    nodes.start("a", python("raise SystemExit(1)"), os.environ)
+    pump_until(nodes, lambda: not nodes.running)
+    run.follow(nodes, run.StopRequest(), 0, run.SlowStart(ManualClock()), errors)
+    assert "a ended with exit code 1: the job has failed" in capsys.readouterr().err
+
+
 def test_no_more_nodes_start_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
