@@ -88,7 +88,8 @@ def refuse_carried(
                 continue
             if carried.use is not None:
                 raise _refusal(carried, carried.use, function, is_in_retry=last is None)
-            reported.append(carried)
+            if carried.name not in function.iterators:
+                reported.append(carried)
     return reported
 
 
