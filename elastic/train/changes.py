@@ -276,7 +276,8 @@ class ChangeDetector(Hook):
                 saved=self._saved(),
                 ignored=self._reported,
             )
-            warn_of_local_state(frame)
+            if self._rank == 0:
+                warn_of_local_state(frame)
         except TrainingError:
             raise
         except Exception:  # noqa: BLE001  any object of the script may raise when it is read
@@ -363,17 +364,19 @@ class ChangeDetector(Hook):
         """Warn once of all that has changed in each of the last steps."""
         lines = []
         saved = _numbers_in(self._job.user)  # self.step = run.state["step"] = self.step + 1
+        # Named where the loop resumes.
+        reported = {plain_name(c.name) for place in self._places.values() for c in place}
         for fact in facts:
             changes = self._changes.setdefault(fact.path, _Changes(fact))
             is_saved = fact.owner is not None and fact.value in saved
-            if changes.next(fact) < _CHANGES or fact.path in self._reported or is_saved:
+            if changes.next(fact) < _CHANGES or fact.path in self._reported | reported or is_saved:
                 continue
             self._reported.add(fact.path)
             place = _place(fact, sys._getframe(1)) if fact.owner is not None else ""
             if place is not None:
                 at = f" ({place})" if place else ""
                 lines.append(f"  {fact.path}{at} {fact.what}: {fact.remedy}")
-        if lines:
+        if lines and self._rank == 0:
             get_logger().warning(
                 "not part of the job's state, but changing in every step: a joining node and a "
                 "restarted job begin with the first value, and a repeated step changes it twice. "
@@ -713,7 +716,7 @@ def _numbers_of(path: str, named: Mapping[str, Any], owner: object) -> Iterator[
     for name, value in list(named.items()):
         if type(value) in (int, float):
             key = f"{path}.{name}" if path else name
-            remedy = f'run.state["{name}"] in its place'
+            remedy = f'run.state["{key.removeprefix("self.")}"] in its place'
             yield _Fact(key, value, _moves_as(value), remedy, owner=owner)
 
 

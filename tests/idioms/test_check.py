@@ -29,7 +29,10 @@ run.track(optimizer=optimizer)
 loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
 """
 
+# Behind a partial, which the analysis of the source does not follow: it would be refused.
 RATE_BY_A_COUNTER = """
+import functools
+
 def train():
     count = 0
     def lower_rate():
@@ -39,7 +42,7 @@ def train():
             group["lr"] = 0.01 / count
     for epoch in run.epochs(4):
         for inputs, targets in loader:
-            lower_rate()
+            functools.partial(lower_rate)()
             optimizer.zero_grad()
             F.mse_loss(model(inputs), targets).backward()
             optimizer.step()
