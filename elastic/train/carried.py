@@ -126,22 +126,13 @@ def _refusal(
         else "a restarted job resumes from its last checkpoint, but runs the script again"
     )
     key = name.rpartition(".")[2]
-    if name.startswith("enumerate("):
-        keeps = "for i, batch in enumerate(loader, start=loader.index)"
-        changed = f"the count of {name}"
-    elif carried.name in function.iterators:
+    if carried.name in function.iterators:
         state = f"run.state[{key!r}]"
         keeps = (
             f"keep its position: run.state.setdefault({key!r}, 0) before the loop, and for each "
             f"item values[{state} % len(values)] and {state} += 1"
         )
         changed = f"the position of {name}"
-    elif carried.name in function.buffers:
-        keeps = (
-            f"make it a buffer of its module, register_buffer({key!r}, …), with the same value on "
-            "all ranks, and run.track(…) or run.wrap the module"
-        )
-        changed = name
     else:
         start = "where each epoch begins" if carried.is_reset else "before the loop"
         value = f"[{key!r}] = …" if carried.is_reset else f".setdefault({key!r}, …)"
@@ -548,18 +539,8 @@ class _Reads:
         """Returns the names that are assigned after an expression."""
         if node is None:
             return known
-        ends: dict[str, tuple[int, int]] = {}  # where variables are assigned in the expression
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.NamedExpr):
-                ends[inner.target.id] = (inner.end_lineno or 0, inner.end_col_offset or 0)
-        reads = (n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in ends)
-        earlier = {
-            n.id
-            for n in reads
-            if isinstance(n.ctx, ast.Load) and (n.lineno, n.col_offset) < ends[n.id]
-        }
-        self.names |= set(_loads(node)) - known - (ends.keys() - earlier)
-        return known | ends.keys()
+        self.names |= set(_loads(node)) - known
+        return known | {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
 
     def _statement(self, node: ast.stmt, known: set[str]) -> set[str] | None:
         if isinstance(node, ast.If):
@@ -696,8 +677,8 @@ class _Flow:
         now, decides = before, _NONE
         while True:
             if isinstance(loop, ast.While):
-                inside = self._named(loop.test, now)
-                decides = self._of(loop.test, inside)
+                decides = self._of(loop.test, now)
+                inside = now
             else:
                 self._note(loop.iter, now)
                 inside = _with(now, _targets(loop.target), self._of(loop.iter, now))
@@ -716,16 +697,9 @@ class _Flow:
     def _statement(self, node: ast.stmt, now: _Origins, decides: frozenset[str]) -> _Origins:
         if isinstance(node, ast.If):
             self._note(node.test, now)
-            now = self._named(node.test, now)
             if self._inner_loops == 0 and _leaves(node):
                 self._train(node.test, self._of(node.test, now))
-            if _is_remainder(node.test) and _trains_at_times(node):
-                self._train(node.test, self._of(node.test, now))
-            decisive = self._of_condition(node.test, now)
-            if "step" in {_name_of(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}:
-                # Other counts begin again with each accumulation, as the loop may.
-                self._train(node.test, frozenset(n for n in decisive if n.startswith("enumerate(")))
-            inner = decides | decisive
+            inner = decides | (_NONE if _is_remainder(node.test) else self._of(node.test, now))
             return _join(self._block(node.body, now, inner), self._block(node.orelse, now, inner))
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             return self.loop(node, now)
@@ -754,7 +728,8 @@ class _Flow:
     def _plain(self, node: ast.stmt, now: _Origins, decides: frozenset[str]) -> _Origins:
         for expression in _expressions(node):
             self._note(expression, now)
-        now = self._named(node, now)
+            if isinstance(expression, ast.NamedExpr):
+                now = _with(now, {expression.target.id}, self._of(expression.value, now))
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 now = self._assign(target, node.value, now, decides)
@@ -783,12 +758,9 @@ class _Flow:
             and len(target.elts) == len(value.elts)
         ):
             pairs = list(zip(target.elts, value.elts, strict=True))
-        origins = [
-            self._of(v, now) if isinstance(v, ast.BinOp) else self._of_condition(v, now)
-            for _, v in pairs
-        ]
-        for (each, _), given in zip(pairs, origins, strict=True):
-            now = self._store(each, given | decides, now)
+        origins = [(each, self._of(given, now) | decides) for each, given in pairs]
+        for each, given in origins:
+            now = self._store(each, given, now)
         return now
 
     def _store(self, target: ast.expr, origins: frozenset[str], now: _Origins) -> _Origins:
@@ -806,23 +778,8 @@ class _Flow:
         is_part = isinstance(target, ast.Subscript) or _root(target) in self._called
         return _with(now, {_root(target)}, before | origins) if is_part else now
 
-    def _named(self, node: ast.AST, now: _Origins) -> _Origins:
-        for inner in (n for n in ast.walk(node) if isinstance(n, ast.NamedExpr)):
-            now = _with(now, {inner.target.id}, self._of(inner.value, now))
-        return now
-
     def _of(self, expression: ast.AST, now: _Origins) -> frozenset[str]:
         return _NONE.union(*(now.get(name, _NONE) for name in _loads(expression)))
-
-    def _of_condition(self, expression: ast.expr, now: _Origins) -> frozenset[str]:
-        """Without that of remainders of a count, which select the batches of an accumulation, or
-        the steps of a report."""
-        if isinstance(expression, ast.BoolOp):
-            return _NONE.union(*(self._of_condition(part, now) for part in expression.values))
-        if isinstance(expression, ast.UnaryOp):
-            return self._of_condition(expression.operand, now)
-        is_choice = isinstance(expression, (ast.Compare, ast.BinOp)) and _is_remainder(expression)
-        return _NONE if is_choice else self._of(expression, now)
 
     def _of_arguments(self, call: ast.Call, now: _Origins) -> frozenset[str]:
         return _NONE.union(*(self._of(value, now) for value in (*call.args, *call.keywords)))
@@ -833,13 +790,7 @@ class _Flow:
             name = _name_of(call.func)
             if name == "backward":
                 self._train(call, self._of(call, now))
-            elif (
-                name in self._trains
-                or name == "step"
-                or _sets(call)
-                or _changes_state(call)
-                or _changes_job(call)
-            ):
+            elif name in self._trains or name == "step" or _sets(call) or _changes_state(call):
                 self._train(call, self._of_arguments(call, now))
 
     def _train(self, use: ast.expr, origins: frozenset[str]) -> None:
@@ -888,10 +839,6 @@ def _changes_state(call: ast.Call) -> bool:
     return is_method and _is_in_place(call) and _is_training_state(call.func.value)  # type: ignore[attr-defined]
 
 
-def _changes_job(call: ast.Call) -> bool:
-    return getattr(call, "changes_job", False)
-
-
 def _is_training_state(target: ast.expr) -> bool:
     """Gradients, weights, or a setting of an optimizer."""
     if isinstance(target, ast.Attribute):
@@ -901,17 +848,8 @@ def _is_training_state(target: ast.expr) -> bool:
 
 
 def _is_remainder(test: ast.expr) -> bool:
+    """Of a count: it selects the batches of an accumulation, or the steps of a report."""
     return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in ast.walk(test))
-
-
-def _trains_at_times(node: ast.If) -> bool:
-    """Whether a branch computes gradients that other steps lack, as for the generator of a GAN, or
-    updates an average of the weights: not as the batches of an accumulation, and after them."""
-    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
-    names = {_name_of(call.func) for call in calls}
-    if "backward" in names:
-        return "no_sync" not in names
-    return "step" not in names and any(map(_changes_job, calls))
 
 
 def _with(now: _Origins, names: Iterable[str], origins: frozenset[str]) -> _Origins:

@@ -8,7 +8,6 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -122,13 +121,6 @@ CARRIED = {
                 parameter.grad.mul_(factor)
             factor *= 0.9
     """,
-    "a value that a condition assigns": """
-        count = 0
-        for x, y in loader:
-            count += 1
-            if (factor := 0.9 ** count) > 0.5:
-                (loss(model(x), y) * factor).backward()
-    """,
     "a loop of next()": """
         batches, previous = iter(loader), 0.0
         while run.state["step"] < 9:
@@ -195,11 +187,6 @@ NOT_CARRIED = {
             for t in range(5):
                 h = cell(x[t], h)
             h.sum().backward()
-    """,
-    "what a condition assigns and reads": """
-        for x, y in loader:
-            if (weight := len(x)) > 2 and weight < 9:
-                (loss(model(x), y) * weight).backward()
     """,
     "what both branches assign": """
         for x, y in loader:
@@ -381,17 +368,12 @@ class Scheduler:
     def step(self, value: float) -> None:
         """Set a rate."""
 
-    def update(self, value: float) -> None:
-        """Move an average."""
-
 
 SCHEDULER = Scheduler()
 
 
 class Loader:
     """Looks when the first step begins, as the loop over steps does."""
-
-    index = 0
 
     def __init__(self, *, is_saved: bool = False, **given: Collection[object]) -> None:
         self._given: dict[str, Any] = {"is_saved": is_saved, "saved": {id(SCHEDULER)}, **given}
@@ -403,11 +385,6 @@ class Loader:
 
 def retry(function: Callable[[], object]) -> object:
     return function()
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    yield
 
 
 def start(function: Callable[[], object]) -> object:
@@ -429,36 +406,10 @@ def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         linecache.clearcache()
         runpy.run_path(
             str(path),
-            init_globals={
-                "call": call,
-                "loader": loader,
-                "scheduler": SCHEDULER,
-                "no_sync": no_sync,
-                **names,
-            },
+            init_globals={"call": call, "loader": loader, "scheduler": SCHEDULER, **names},
         )
 
     return run
-
-
-def test_a_tensor_of_a_module_is_to_become_a_buffer(run_script: Callable[..., None]) -> None:
-    text = """
-import torch
-class Loss(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.center = torch.zeros(1)
-    def forward(self, x):
-        self.center = self.center * 0.9 + x
-        return self.center
-loss = Loss()
-def train():
-    for batch in loader:
-        batch.backward(loss(1.0))
-call(train)
-"""
-    with pytest.raises(TrainingError, match=r"register_buffer\('center', …\)"):
-        run_script(retry, Loader(), text)
 
 
 def test_the_error_names_the_change_its_use_and_what_replaces_it(
@@ -673,54 +624,6 @@ call(Trainer().fit)
 """,
         "`self.weight *= 0.5` in fit",
     ),
-    "the index of a batch": (
-        """
-def train():
-    for i, batch in enumerate(loader):
-        batch.backward(0.9 ** i)
-call(train)
-""",
-        "the count of enumerate(loader) restarts",
-    ),
-    "which batches train a generator, by the index": (
-        """
-def train():
-    for i, batch in enumerate(batches()):
-        batch.backward(1.0)
-        if i % 3 == 0:
-            batch.backward(0.5)
-def batches():
-    for batch in loader:
-        yield batch
-call(train)
-""",
-        "the count of enumerate(batches()) restarts",
-    ),
-    "the last batch of an accumulation, by the index": (
-        """
-def train():
-    for i, batch in enumerate(loader):
-        is_last = i + 1 == 16
-        batch.backward(1.0)
-        if (i + 1) % 3 == 0 or is_last:
-            scheduler.step(None)
-call(train)
-""",
-        "the count of enumerate(loader) restarts",
-    ),
-    "which batches move an average, by a count": (
-        """
-def train():
-    count = 0
-    for batch in loader:
-        batch.backward(1.0)
-        count += 1
-        if count % 2 == 0:
-            scheduler.update(batch)
-call(train)
-""",
-        "`count += 1` in train",
-    ),
     "a variable of a generator that the loop reads": (
         """
 def annealed(batches):
@@ -799,26 +702,6 @@ call(train)
     ),
 }
 HARMLESS = {
-    "the index of an accumulation, of a report, and from the loader": """
-def train():
-    for i, batch in enumerate(loader):
-        if (i + 1) % 4:
-            with no_sync():
-                value = batch.backward(1.0)
-        needs_update = (i + 1) % 4 == 0
-        if not needs_update:
-            with no_sync():
-                value = batch.backward(1.0)
-        else:
-            value = batch.backward(1.0)
-        if needs_update:
-            scheduler.step(None)
-        if i % 10 == 0:
-            print(i, value)
-    for i, batch in enumerate(loader, start=loader.index):
-        batch.backward(0.9 ** i)
-call(train)
-""",
     "options that are off": """
 from types import SimpleNamespace
 class Trainer:
