@@ -397,14 +397,17 @@ class FailureAccounting:
         alike = {f.node_id for f in broken.failures if budget.comparable(remembered(f)) == error}
         works_elsewhere = has_trained and not alike.issuperset(world.node_ids)
         # Nodes fail one after the other, some only in the next world.
-        alike_before = {
+        alike_before = [
             f.node for b in self._breakages for f in b.failures if budget.comparable(f) == error
-        }
+        ]
+        is_repeated = len(alike) + len(alike_before) > 1  # a single node may have had bad luck
         # How long a world lasted says nothing if its worker reports that it made no step.
         may_have_stepped = first.step is None and budget.healthy(breakage, self._policy)
         has_stepped = self._has_trained or may_have_stepped or first.step or world.committed_step
-        fails_everywhere = not has_stepped and all(
-            m.node_id in alike or m.name in alike_before for m in world.members
+        fails_everywhere = (
+            is_repeated
+            and not has_stepped
+            and all(m.node_id in alike or m.name in alike_before for m in world.members)
         )
         verdict = judge_failure(
             FailureFacts(
