@@ -120,26 +120,18 @@ def local_variables(frame: FrameType) -> dict[str, object]:
 
     Before Python 3.13, ``f_locals`` is one dict per call, which the function gets from
     ``locals()``, too, and which would keep the objects alive, such as a loss. So it is emptied, and
-    not read of a function that may hold it. While a trace function is active, as in a debugger, the
-    interpreter fills it itself and reads it again: emptied, the function would lose its variables.
+    not read of a function that may hold it, nor while a trace function is active, as in a debugger:
+    the function would lose its variables.
     """
     if sys.version_info >= (3, 13):
         return dict(frame.f_locals)
-    if _may_hold_locals(frame.f_code):
+    may_be_held = {"locals", "vars", "eval", "exec", "set_trace"} & {*frame.f_code.co_names}
+    if may_be_held or sys.gettrace() is not None:
         return {}
     live = frame.f_locals
     copied = dict(live)
-    if sys.gettrace() is None:
-        live.clear()
+    live.clear()
     return copied
-
-
-@functools.cache
-def _may_hold_locals(code: CodeType) -> bool:
-    """Whether a function calls ``locals()`` or its like: not the method ``model.eval()``."""
-    instructions = dis.get_instructions(code)
-    names = {n.argval for n in instructions if n.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return not names.isdisjoint({"locals", "vars", "eval", "exec"})
 
 
 def assigned_globals(frame: FrameType) -> frozenset[str]:
@@ -175,14 +167,6 @@ def parsed(code: CodeType, file: str) -> ast.AST:
         return ast.Module(body=[], type_ignores=[])  # no source
     ast.increment_lineno(tree, first - 1 - is_indented)
     return tree
-
-
-def tree_of_file(file: str) -> ast.AST:
-    """The source of a file; empty if it is unknown."""
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])
 
 
 def state_of_place(user: Mapping[str, object]) -> dict[str, object]:
