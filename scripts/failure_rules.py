@@ -38,7 +38,8 @@ calls `sys.exit(1)`, or is killed by a signal.
 
 An error of the code (AttributeError, TypeError, ValueError, LookupError, AssertionError and the
 like) that no rule knows restarts the job if one node raises it. If every node of the world raises
-it at the same line, and the job has never made a step, the job ends at once (`fails-everywhere`).
+it at the same line, a lone node twice, and the job has never made a step, the job ends at once
+(`fails-everywhere`).
 OSError, RuntimeError and the exceptions of other libraries may be transient, and are tried again.
 
 A worker that was ended by SIGKILL while the kernel's OOM killer was active in its cgroup is

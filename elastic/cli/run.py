@@ -958,6 +958,8 @@ class SlowStart:
 
     def on_line(self, node: str, line: str) -> None:
         """A line that a node has written: of its agent's log, or of a worker."""
+        if self._importing is None:
+            return
         if self._importing == "the agents":
             if " world-entered " in line:
                 self.begin_workers()

@@ -488,8 +488,8 @@ class FailureFacts:
     Python's subprocess module. ``is_oom_kill``: the kernel killed a process of its cgroup for lack
     of memory at that time. ``works_elsewhere``: workers of this job have trained on another node,
     so a missing resource is not missing everywhere; False if all of them fail like this one.
-    ``fails_everywhere``: every node of the world has failed in this way, and the job has never made
-    a step.
+    ``fails_everywhere``: every node of the world has failed in this way, a lone one twice, and the
+    job has never made a step.
     ``kernel_log``: lines since the workers of its node were started.
     """
 

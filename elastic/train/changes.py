@@ -59,15 +59,6 @@ from elastic.train.inlining import is_stateless, plain_name
 from elastic.train.state import JobState
 from elastic.train.untracked import saved_optimizers
 
-
-def _shown(carried: CarriedVariable) -> str:
-    """A variable with its line, or the object that has several: a meter."""
-    owner, dot, name = plain_name(carried.name).partition(".")
-    if owner == "self":
-        return f"self.{name.partition('.')[0]}"
-    return owner if dot else f"{owner} (line {carried.change.lineno})"
-
-
 # ----------------------------------------------------------------------------
 # Finds the objects that the training function can reach: by closures, globals and attributes.
 
@@ -364,12 +355,12 @@ class ChangeDetector(Hook):
         """Warn once of all that has changed in each of the last steps."""
         lines = []
         saved = _numbers_in(self._job.user)  # self.step = run.state["step"] = self.step + 1
-        # Named where the loop resumes.
-        reported = {plain_name(c.name) for place in self._places.values() for c in place}
+        # Some are named where the loop resumes.
+        known = {plain_name(c.name) for place in self._places.values() for c in place}
         for fact in facts:
             changes = self._changes.setdefault(fact.path, _Changes(fact))
             is_saved = fact.owner is not None and fact.value in saved
-            if changes.next(fact) < _CHANGES or fact.path in self._reported | reported or is_saved:
+            if changes.next(fact) < _CHANGES or fact.path in self._reported | known or is_saved:
                 continue
             self._reported.add(fact.path)
             place = _place(fact, sys._getframe(1)) if fact.owner is not None else ""
@@ -422,6 +413,14 @@ class ChangeDetector(Hook):
         tracked = [("", one) for one in objects]
         held = [one for _, one in reachable(tracked)]
         return frozenset(map(id, [*job.modules.values(), *inside, *objects, *held]))
+
+
+def _shown(carried: CarriedVariable) -> str:
+    """A variable with its line, or the object that has several: a meter."""
+    owner, dot, name = plain_name(carried.name).partition(".")
+    if owner == "self":
+        return f"self.{name.partition('.')[0]}"
+    return owner if dot else f"{owner} (line {carried.change.lineno})"
 
 
 def _references(module: nn.Module) -> list[dict[str, nn.Parameter]]:

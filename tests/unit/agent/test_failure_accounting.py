@@ -156,6 +156,19 @@ def test_an_error_of_the_code_on_every_node_before_the_first_step_ends_the_job(
         assert TYPO in stop.reason and stop.exit_code == 1
 
 
+def test_an_error_of_the_code_on_a_lone_node_is_tried_once_more() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    stops = []
+    for generation in (1, 2):
+        group = world("n1", generation=generation)
+        made = broken(view(group, out("n1", group)), since_s=NOW - 300)
+        failures = tuple(replace(f, text=TYPO, step=0) for f in made.failures)
+        failed = replace(made.proposal, cause=Cause.FAILURE)
+        made = replace(made, failures=failures, proposal=failed)
+        stops.append(accounting.count(made, None, NOW + generation))
+    assert [stop is not None for stop in stops] == [False, True]
+
+
 def test_a_restart_from_a_checkpoint_is_not_progress() -> None:
     accounting = FailureAccounting(OPTIONS)
     accounting.observe(StepRate(1, 100, 0.1, NOW))
