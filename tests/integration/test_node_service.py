@@ -1131,10 +1131,11 @@ def test_nodes_generations_and_terms_leave_nothing_behind(
 
     live(REMEMBERED, elects=False)
     live(2, elects=True)
-    # Less than one for each node that comes. A node's record is 60 objects; a few worlds and times
-    # are kept, not equally many at each moment.
+    # Less than one for each node that comes. What is kept of the last worlds differs by up to 300
+    # objects from moment to moment (a new leader reads again what it judges by). A node's record is
+    # 60 objects: 16 that leaked would be 960.
     most = {what: count + cycles // 2 for what, count in counted((a, b), server).items()}
-    most["objects"] += 200
+    most["objects"] += 500
 
     def too_many() -> dict[str, int]:
         counts = counted((a, b), server)
