@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -211,6 +212,9 @@ def main(argv: Sequence[str]) -> int:
     if is_gone and "connect_timeout_s" not in args.rdzv_conf:
         args.rdzv_conf += f",connect_timeout_s={GONE_CONNECT_S:g}"
     keys = keys_of(args)
+    if is_gone and not _listens(args.rdzv_endpoint):  # spares the import of gRPC
+        _show_last_known(args, keys.run_id)
+        return 0
     while True:
         try:
             return _from_store(args, keys, is_gone=is_gone)
@@ -222,6 +226,18 @@ def main(argv: Sequence[str]) -> int:
                 raise
             print(f"elastic: {error.message}", file=sys.stderr)
             SYSTEM_CLOCK.sleep(STATUS_WATCH_S)
+
+
+def _listens(endpoint: str) -> bool:
+    """Whether some process of this machine accepts connections there."""
+    host, _, port = endpoint.rpartition("//")[2].rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), GONE_CONNECT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except (OSError, ValueError):
+        return True  # unclear: the etcd client says what is wrong
+    return True
 
 
 def _from_store(args: argparse.Namespace, keys: Keys, *, is_gone: bool) -> int:

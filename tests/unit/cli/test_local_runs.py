@@ -43,8 +43,12 @@ def demo(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", [["demo"], ["--rdzv-id=demo"], []], ids=["RUN", "flag", "only"])
 def test_after_the_job_and_its_etcd_commands_read_the_journals(
-    demo: Path, name: list[str], capsys: pytest.CaptureFixture[str]
+    demo: Path,
+    name: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("elastic.cli.status.job_store", None)  # gRPC takes as long as all else
     assert main(["status", *name]) == 0
     assert "demo: last known: the job has ended" in capsys.readouterr().out
     assert main(["events", *name, "--event=world-formed"]) == 0
