@@ -99,10 +99,15 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@functools.cache  # the walk is most of the scan's work
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def own_names(trees: list[ast.Module]) -> set[str]:
     """Every name that this project defines, in any class or function."""
     names: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in (node for tree in trees for node in nodes(tree)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -134,7 +139,7 @@ def called(node: ast.Call) -> str:
 def foreign_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
     """The private names in a module that belong to another package."""
     of_torch: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             imported = [alias.name for alias in node.names]
             of_torch |= {a.asname or "torch" for a in node.names if a.name.startswith("torch")}
@@ -145,7 +150,7 @@ def foreign_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
             continue
         for path in imported:
             yield from (p for p in path.split(".") if path.startswith("torch") and is_private(p))
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             is_of_object = node.attr in OF_OBJECTS and root_of(node) not in ("self", "cls")
             if root_of(node) in of_torch or node.attr not in own or is_of_object:
@@ -180,12 +185,12 @@ def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 def replaced_names(tree: ast.Module) -> Iterator[str]:
     """Attributes of other modules and classes that a module replaces, by its import names."""
     of_others: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             of_others |= {(a.asname or a.name).partition(".")[0] for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             of_others |= {alias.asname or alias.name for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         for owner, name in assigned(node):
             path = ast.unparse(owner).split(".")
             if path[0] in of_others and all(part.isidentifier() for part in path):
