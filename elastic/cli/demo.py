@@ -772,10 +772,11 @@ class Demo:
 
     def _do(self, act: Act, position: JobPosition, nodes: LocalNodes, endpoint: str) -> None:
         if act is Act.KILL:
+            at_s = self._clock.wall()  # before a survivor can notice it
             nodes.kill(next(node for node in nodes.nodes if node.name == VICTIM))
             position = position_of(self._ledger.read()) or position  # where it really hit
             where = f"at step {position.step}, in the middle of epoch {position.epoch}"
-            self._say(f"{VICTIM} is killed (SIGKILL, agent and worker), {where}")
+            self._say(f"{VICTIM} is killed (SIGKILL, agent and worker), {where}", at_s)
         else:
             self._start(nodes, ADDED, endpoint)
             self._say(f"steps are slower until {ADDED} has joined: training must not end before")
@@ -798,8 +799,8 @@ class Demo:
             new.write_text(str(delay_ms))
             new.replace(path)  # a worker reads the old or the new one
 
-    def _say(self, text: str) -> None:
-        self._view.say(text, self._clock.wall())
+    def _say(self, text: str, time_s: float | None = None) -> None:
+        self._view.say(text, self._clock.wall() if time_s is None else time_s)
 
     def _take_line(self, node: str, stream: str, line: str) -> None:
         self._logs[node].write(line + "\n")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,9 @@ def test_the_demo_with_a_slow_joining_node_passes_all_checks_and_cleans_up(
     demo = start(tmp_path, "-o", "json", **environment(tmp_path))
     out, err = demo.communicate(timeout=DEADLINE_S)
     assert demo.returncode == 0, err
+    killed = re.search(r"^(\S+) .* is killed", err, re.MULTILINE)
+    noticed = re.search(r"^(\S+) .* noticed the loss", err, re.MULTILINE)
+    assert killed and noticed and killed[1] <= noticed[1], err
     summary = json.loads(out)
     assert summary["ok"] and summary["failures"] == []
     assert summary["accuracy"] >= 0.97
