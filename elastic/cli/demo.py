@@ -41,6 +41,7 @@ from elastic.report.model import RunReport, report_of
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.telemetry.journal import ENVELOPE
 from elastic.telemetry.reader import JournalFolder, JournalRecord, merge, read_folder
+from elastic.telemetry.runs import default_journal
 from elastic.testing.ledger import LedgerError, LedgerReader, RunLedger
 from elastic.tuning.intervals import (
     CLI_POLL_S,
@@ -193,7 +194,7 @@ def _entry(record: JournalRecord) -> JournalEntry:
 
 
 # ----------------------------------------------------------------------------
-# The demo's report: `elastic report` of its journals, kept when the journals are removed.
+# The demo's report: `elastic report` of its journals.
 
 
 def pauses_of(report: RunReport) -> dict[int, float]:
@@ -592,9 +593,10 @@ def _stamp(time_s: float) -> str:
 # ----------------------------------------------------------------------------
 # ``elastic demo``: train on three local torchrun nodes, kill one, add one.
 #
-# All files (etcd's data, checkpoints, ledger, journals, logs) are in a temporary folder. It is
-# removed at the end, unless ``--keep`` is given or a check failed. A report of the run, one
-# HTML page, is kept next to it.
+# etcd's data, checkpoints, ledger and logs are in a temporary folder. It is removed at the end,
+# unless ``--keep`` is given or a check failed. The journals are in the user's state folder, so that
+# `elastic status`, `events` and `report` work afterwards. A report of the run, one HTML page, is
+# kept next to the temporary folder.
 
 # A copy of examples/digits.py, so that an installed wheel has the script, too. In a separate
 # folder: a script's folder comes first on sys.path.
@@ -607,7 +609,8 @@ _RESULT = re.compile(r'\{"accuracy": ([0-9.]+)')
 _DESCRIPTION = (
     "Train a small CNN on three local torchrun nodes, kill one, add one, and check that no sample "
     "was lost or repeated. etcd's data, checkpoints and logs are in a temporary folder, which is "
-    "removed at the end unless --keep is given or a check failed. An HTML report is kept."
+    "removed at the end unless --keep is given or a check failed. An HTML report and the journals "
+    "are kept."
 )
 
 
@@ -671,7 +674,9 @@ class Demo:
         self._clock = clock
         self._plan = DemoPlan()
         self._ledger = LedgerReader(folder / "ledger")
-        self._journal = JournalReader(folder / "journal")
+        self._run_id = folder.name.removeprefix("elastic-")
+        self._journals = _journal_folder(self._run_id, folder)
+        self._journal = JournalReader(self._journals)
         self._entries: list[JournalEntry] = []
         self._shown: set[str] = set()
         self._logs: dict[str, TextIO] = {}
@@ -718,7 +723,7 @@ class Demo:
     @cached_property
     def report(self) -> RunReport:
         """The report of the run, once that is over."""
-        return report_of(merge(*read_folder(self._folder / "journal")))
+        return report_of(merge(*read_folder(self._journals)))
 
     def _start(self, nodes: LocalNodes, name: str, endpoint: str) -> NodeProcess:
         path = self._folder / "logs" / f"{name}.log"
@@ -727,8 +732,8 @@ class Demo:
         self._say(f"{name} starts")
         return nodes.start(
             name,
-            node_command(endpoint, self._folder),
-            node_environment(name, self._folder),
+            node_command(endpoint, self._run_id, self._folder),
+            node_environment(name, self._journals, self._folder),
         )
 
     def _follow(self, nodes: LocalNodes, duration_s: float) -> None:
@@ -813,7 +818,18 @@ class Demo:
             log.close()
 
 
-def node_command(endpoint: str, folder: Path) -> list[str]:
+def _journal_folder(run_id: str, folder: Path) -> Path:
+    """In the run's folder of the state folder, where they stay: its checkpoints are removed. Or, if
+    that cannot be written, in the demo's own."""
+    journals = default_journal(run_id).with_name("demo")
+    try:
+        journals.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return folder / "journal"
+    return journals
+
+
+def node_command(endpoint: str, run_id: str, folder: Path) -> list[str]:
     """Plain torchrun, as a user would start it on each node."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
@@ -821,7 +837,7 @@ def node_command(endpoint: str, folder: Path) -> list[str]:
         "--nproc-per-node=1",
         "--rdzv-backend=etcd-v3",
         f"--rdzv-endpoint={endpoint}",
-        "--rdzv-id=demo",
+        f"--rdzv-id={run_id}",
         "--local-addr=127.0.0.1",
         "--max-restarts=100",
         *(str(SCRIPT), f"--epochs={EPOCHS}", f"--step-delay-file={step_delay_file(folder)}"),
@@ -835,14 +851,14 @@ def step_delay_file(folder: Path) -> Path:
     return folder / "step-delay-ms"
 
 
-def node_environment(name: str, folder: Path) -> dict[str, str]:
+def node_environment(name: str, journals: Path, folder: Path) -> dict[str, str]:
     """The user's environment without the variables that would change the demo."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_", "PET_"))}
     return {
         **own,
         "ELASTIC_NODE_NAME": name,
         "ELASTIC_LEDGER": str(folder / "ledger"),
-        "ELASTIC_JOURNAL": str(folder / "journal"),
+        "ELASTIC_JOURNAL": str(journals),
         # The report draws the loss from the journals: a TensorBoard folder is not needed.
         "ELASTIC_TENSORBOARD": "off",
         "OMP_NUM_THREADS": "1",  # three workers on what may be two cores
@@ -853,7 +869,7 @@ _NEXT = """
 next
   elastic tutorial FOLDER      port an ordinary DDP script, and kill its workers
   elastic run --nodes-local 3 --embedded-etcd --nnodes 2:3 SCRIPT
-  elastic status, dashboard    of a running job: the endpoint and run id are in its first lines"""
+  elastic events, report       of this run; elastic status, dashboard: of a running one"""
 
 
 def _print_result(summary: Summary, report: Path | None, *, json_wanted: bool) -> None:

@@ -41,6 +41,7 @@ MAX_BYTES = 1 << 30
 MAX_NODE_BYTES = 256 << 20
 
 _RUN_FILE = "run.json"
+_JOURNAL = "journal"
 
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -144,7 +145,7 @@ class RunEntry:
     def _collect(self) -> None:
         """Move journals to the others that processes have left in the state folder: they ended
         before they knew the checkpoint folder."""
-        began, journal = self._folder / "journal", Path(self._run.journal)
+        began, journal = self._folder / _JOURNAL, Path(self._run.journal)
         is_beside_checkpoints = journal.parent.name == BESIDE_CHECKPOINTS
         if not is_beside_checkpoints or self._is_chosen or not began.is_dir():
             return
@@ -191,7 +192,7 @@ def forget(run_id: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 def default_journal(run_id: str, environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of a run's journals in the state folder."""
-    return state_folder(environ) / _quoted(run_id) / "journal"
+    return state_folder(environ) / _quoted(run_id) / _JOURNAL
 
 
 def kept_output(run_id: str, environ: Mapping[str, str] = os.environ) -> Path:
@@ -205,8 +206,9 @@ def journal_beside(checkpoints: str | os.PathLike[str], run_id: str) -> Path:
 
 
 def is_default(journal: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``journal`` is in the state folder: chosen by no user."""
-    return Path(journal).is_relative_to(state_folder(environ))
+    """Whether ``journal`` is a run's own in the state folder: chosen by no user."""
+    path = Path(journal)
+    return path.name == _JOURNAL and path.is_relative_to(state_folder(environ))
 
 
 def is_loopback(endpoint: str) -> bool:

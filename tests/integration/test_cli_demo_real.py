@@ -17,6 +17,8 @@ import pytest
 
 from elastic.cli import run
 from elastic.cli.demo import ADDED, STEPS, VICTIM
+from elastic.cli.last_known import summary as summary_of_journals
+from elastic.telemetry.runs import local_runs
 from elastic.testing.forks.program import start_python
 from elastic.testing.forks.server import SLOW_START
 from elastic.testing.waiting import eventually
@@ -38,7 +40,7 @@ if os.environ.get("ELASTIC_NODE_NAME") == "{ADDED}" and "digits.py" in words:
 def start(folder: Path, *words: str, **env: str) -> subprocess.Popen[str]:
     return start_python(
         [sys.executable, "-m", "elastic.cli.main", "demo", *words],
-        env={**os.environ, "TMPDIR": str(folder), **env},
+        env={**os.environ, "TMPDIR": str(folder), "XDG_STATE_HOME": str(folder / "state"), **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -79,7 +81,10 @@ def test_the_demo_with_a_slow_joining_node_passes_all_checks_and_cleans_up(
     assert ADDED in by_cause["joined"], summary["generations"]
     assert summary["steps"] == STEPS
     assert all((s["once"], s["twice"], s["never"]) == (1437, 0, 0) for s in summary["samples"])
-    # Only its report remains.
+    # Only its report remains, and what `elastic list` and others read.
+    (run,) = local_runs({"XDG_STATE_HOME": str(tmp_path / "state")})
+    known = summary_of_journals(run.journal, run.run_id)
+    assert (known.outcome, known.step) == ("success", STEPS)
     assert [str(path) for path in tmp_path.glob("elastic-demo-*")] == [summary["report"]]
     page = Path(summary["report"]).read_text()
     assert page.startswith("<!DOCTYPE html>")
