@@ -215,6 +215,7 @@ def assert_restores(node: Node, at_least: int) -> int:
     return found.step
 
 
+@pytest.mark.slow
 def test_workers_killed_at_any_time_restore_from_the_memory_of_their_nodes(memory: Path) -> None:
     chance = random.Random(11)
     job = Job(memory, 2)

@@ -94,6 +94,7 @@ def test_the_demo_with_a_slow_joining_node_passes_all_checks_and_cleans_up(
     assert f">{VICTIM}</text>" in page and "lost</text>" in page
 
 
+@pytest.mark.slow
 def test_an_interrupt_terminates_all_processes_cleanly(tmp_path: Path) -> None:
     demo = start(tmp_path)
     assert demo.stdout is not None

@@ -127,8 +127,9 @@ if os.environ.get("RANK") == "1":
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("KILL", "SIGKILL"), pytest.param("STOP", "is stopped", marks=pytest.mark.slow)],
+    [("KILL", "SIGKILL"), ("STOP", "is stopped")],
 )
+@pytest.mark.slow
 def test_a_rank_lost_in_an_operation_is_named_and_the_others_continue(
     how: str, said: str, shared_etcd: EmbeddedEtcd, root: str, tmp_path: Path
 ) -> None:

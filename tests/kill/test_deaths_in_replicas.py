@@ -118,9 +118,11 @@ ON_A_NODE_IN_SHORT = [
     *in_a_step("reduce-scattered"),
     *(
         pytest.param(fault, marks=pytest.mark.slow)
-        for fault in in_a_step("all-gather", "optimizer", "committing")
+        for fault in (
+            *in_a_step("all-gather", "optimizer", "committing"),
+            *of_a_replacement("received"),
+        )
     ),
-    *of_a_replacement("received"),
 ]
 OVER_NODES_IN_SHORT = [
     *in_a_step("all-gather", "committing"),

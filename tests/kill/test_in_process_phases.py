@@ -29,7 +29,7 @@ IN_A_STEP = ("forward", "backward", "between", "after-optimizer", "after-schedul
 IN_A_RECOVERY = ("before-build", "after-build")
 IN_A_TRANSFER = ("receiving", "received", "sending", "sent")
 # The others only in `make test-all`.
-IN_SHORT = ("backward", "after-optimizer", "before-build", "sending")
+IN_SHORT = ("backward", "before-build", "sending")
 
 
 def points(*names: str) -> pytest.MarkDecorator:

@@ -41,7 +41,6 @@ COMMITTED: dict[str, int | None] = {
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 CELLS = (
     (signal.SIGINT, "evaluation", 3),
-    (signal.SIGTERM, "averaged weights without copies", 1),
     (signal.SIGHUP, "last step", 1),
 )
 # The same mechanisms, at more moments and on more nodes.
@@ -53,6 +52,7 @@ SLOW_CELLS = (
     (signal.SIGTERM, "evaluation of averaged weights", 1),
     (signal.SIGHUP, "forward", 1),
     (signal.SIGQUIT, "callback", 1),
+    (signal.SIGTERM, "averaged weights without copies", 1),
     (signal.SIGTERM, "import", 3),
     (signal.SIGINT, "data", 1),
     (signal.SIGTERM, "evaluation", 1),
