@@ -42,6 +42,7 @@ from torch.utils.data.distributed import DistributedSampler
 import elastic
 from elastic.errors import ConfigError
 from elastic.groups.world import World
+from elastic.integrations.attributes import ChangedAttributes, own_attributes, own_modules
 from elastic.telemetry.log import get_logger
 from elastic.train.copies import copied
 from elastic.train.loader import BatchInfo, ElasticLoader
@@ -293,7 +294,10 @@ class Progress:
             self.of_other = copied(self.state_dict())
         self.fits += 1
         self._trainer = trainer
-        self._callbacks, self._module = trainer.callbacks, trainer.lightning_module
+        self._callbacks = trainer.callbacks
+        modules = own_modules(trainer.lightning_module)
+        self._own = ChangedAttributes(modules)
+        self._own.begin()
 
     def begin(self, logged: tuple[list[Any] | None, list[int]]) -> None:
         """Begin the attached call, with the versions of its loggers and the numbers of entries."""
@@ -329,7 +333,7 @@ class Progress:
             "loaded": list(self._epochs_of_loaders()),
             "seen": [list(each) for each in self._val_loop._seen_batches_per_dataloader.items()],
             "callbacks": {str(i): self._state_of(c) for i, c in enumerate(self._callbacks)},
-            "module": _scalars_of(self._module),
+            "modules": self._own.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -351,8 +355,7 @@ class Progress:
         self._val_loop._seen_batches_per_dataloader.update(state["seen"])
         for number, callback in enumerate(self._callbacks):
             self._restore(callback, state["callbacks"].get(str(number), {}))
-        for name, value in state["module"].items():
-            setattr(self._module, name, value)
+        self._own.load_state_dict(state["modules"])
 
     @property
     def _val_loop(self) -> Any:
@@ -392,30 +395,6 @@ class Progress:
         if state["state"] and not hasattr(callback, "file_exists"):
             callback.load_state_dict(dict(state["state"]))
         vars(callback).update(state["attributes"])
-
-
-def _scalars_of(module: Any) -> dict[str, Any]:
-    """The numbers and names that a script keeps in its LightningModule, such as counters."""
-    return {n: v for n, v in _attributes(module) if isinstance(v, (int, float, str, type(None)))}
-
-
-def _attributes(module: Any) -> Iterator[tuple[str, Any]]:
-    base = _attributes_of_base(next(c for c in type(module).__mro__ if _is_base(c)))
-    for name, value in vars(module).items():
-        if not name.startswith("_") and name not in base:
-            yield name, value
-
-
-def _is_base(cls: type) -> bool:
-    return cls.__name__ == "LightningModule" and cls.__module__.partition(".")[0] in (
-        "lightning",
-        "pytorch_lightning",
-    )
-
-
-@functools.cache
-def _attributes_of_base(cls: type) -> frozenset[str]:
-    return frozenset(vars(cls()))
 
 
 def _state_of_loops(loop: Any, prefix: str = "") -> dict[str, Any]:
@@ -577,7 +556,7 @@ class OwnResults:
                 setattr(self._module, name, value)
 
     def _containers(self) -> Iterator[tuple[str, Any]]:
-        for name, value in _attributes(self._module):
+        for name, value in own_attributes(self._module).items():
             if type(value) in (list, dict) and _is_plain(value):
                 yield name, value
 

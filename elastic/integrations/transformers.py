@@ -36,6 +36,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 import elastic
 from elastic.errors import ConfigError
 from elastic.groups.world import World
+from elastic.integrations.attributes import (
+    ChangedAttributes,
+    of_job,
+    own_attributes,
+    own_modules,
+)
 from elastic.telemetry.log import get_logger
 from elastic.train.copies import copied
 from elastic.train.rollback import RandomState
@@ -279,6 +285,12 @@ class _LoopState:
         self.ended_epochs = 0  # of the job, of which on_epoch_end has been called
         self.units = 0  # logs, evaluations and saves that are complete
         self.last: list[Any] = [None, None]  # norm of the gradients, and rate, of the last update
+        callbacks = owner.callback_handler.callbacks
+        self.own = ChangedAttributes(
+            {"trainer": owner}
+            | {f"callback {number}": each for number, each in enumerate(callbacks)}
+            | {f"module {name}": each for name, each in own_modules(owner.model).items()}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         owner = self._owner
@@ -297,6 +309,7 @@ class _LoopState:
             "ended_epochs": self.ended_epochs,
             "units": self.units,
             "last": self.last,
+            "own": self.own.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -310,6 +323,7 @@ class _LoopState:
         self.trainings, self.first_epoch = state["trainings"]
         self.start, self.last = list(state["start"]), list(state["last"])
         self.ended_epochs, self.units = state["ended_epochs"], state["units"]
+        self.own.load_state_dict(state.get("own", {}))
 
     def _callbacks(self) -> list[Any]:
         """Those whose state Trainer saves, too."""
@@ -321,19 +335,22 @@ class _LoopState:
 _COLLECTED = ("_metrics", "_total_train_tokens")
 
 
-class _CallbackState:
-    """Simple attributes of callbacks that Trainer does not save, and the metrics of TRL's trainers.
-    Those of a rank, which an interrupted step, evaluation or save must not change twice."""
+class _LocalState:
+    """Simple attributes that are not the job's: of callbacks, lists of a script's Trainer, and the
+    metrics of TRL's trainers. Those of a rank, which an interrupted step, evaluation or save must
+    not change twice."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            str(number): {name: value for name, value in vars(each).items() if _is_simple(value)}
+        state = {
+            str(number): _rest(each, vars(each))
             for number, each in enumerate(self._owner.callback_handler.callbacks)
             if not isinstance(each, ExportableState)
-        } | {name: vars(self._owner)[name] for name in self._collected()}
+        }
+        state["trainer"] = _rest(self._owner, own_attributes(self._owner))
+        return state | {name: vars(self._owner)[name] for name in self._collected()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self._collected():
@@ -345,10 +362,17 @@ class _CallbackState:
                 setattr(self._owner, name, state[name])
         for number, each in enumerate(self._owner.callback_handler.callbacks):
             vars(each).update(state.get(str(number), {}))
+        vars(self._owner).update(state["trainer"])
 
     def _collected(self) -> list[str]:
         own = vars(self._owner)
         return [name for name in _COLLECTED if name in own and _is_simple(own[name])]
+
+
+def _rest(owner: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are simple, and not the job's."""
+    others = of_job(owner)
+    return {n: v for n, v in attributes.items() if n not in others and _is_simple(v)}
 
 
 def _is_simple(value: Any) -> bool:
@@ -580,7 +604,7 @@ class _InProcess:
             trainer=self._loop,
             **({} if scaler is None else {"scaler": scaler}),
         )
-        self.elastic_run.track(callbacks=_CallbackState(self), local=True)
+        self.elastic_run.track(callbacks=_LocalState(self), local=True)
         if not self.elastic_run.saves:
             folder = os.path.join(self.args.output_dir, "elastic")
             self.elastic_run.steps(train_dataloader.loader, checkpoints=folder)
@@ -610,7 +634,8 @@ class _InProcess:
         new |= {"start": [first + self._started_at[0], self._started_at[1]]}
 
         def begin() -> None:
-            loop.load_state_dict(new | {"units": loop.units})
+            # What on_train_begin has set in its own attributes stays.
+            loop.load_state_dict(new | {"units": loop.units, "own": loop.own.state_dict()})
             scheduler.load_state_dict(new_rates)
             if resume_from_checkpoint is not None:
                 self._load_all(resume_from_checkpoint)
@@ -625,11 +650,12 @@ class _InProcess:
     def _run_epoch(self, **call: Any) -> None:
         """Train all epochs that are left: Trainer's own loop over them cannot be entered again."""
         self._has_begun_epoch = call["epoch"]
+        assert self._loop is not None
         if self._joined_in is not None:
-            assert self._loop is not None
             self._loop.load_state_dict(self._joined_in["loop"])
             self._scheduler.load_state_dict(self._joined_in["scheduler"])
             self._joined_in = None
+        self._loop.own.begin()
         self.elastic_run.retry(self._train_epochs, call)
         self._is_stopped = self.control.should_training_stop
         self.control.should_training_stop = True  # ends Trainer's loop
@@ -769,15 +795,19 @@ class _InProcess:
         step = kind.training_step
         if not self.elastic_run.in_step:
             return step(self, model, inputs, items)
+        assert self._loop is not None
         *others, _ = self._groups.pop(0)
         losses = []
         try:
             if self._has_whole_batches:
                 self.accelerator.elastic_processes = self.elastic_run.largest_world
+            # A script that counts its calls counts one, as a rank of the largest world.
+            counted = self._loop.own.values() if others else {}
             for each in others:
                 with self.accelerator.no_sync(model=model):
                     losses.append(step(self, model, each, items))
                 self._track_num_input_tokens(each)
+                self._loop.own.set(counted)
             losses.append(step(self, model, inputs, items))
         finally:
             self.accelerator.elastic_processes = None

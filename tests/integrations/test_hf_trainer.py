@@ -65,10 +65,10 @@ class Runs:
     _number: itertools.count[int] = field(default_factory=itertools.count)
     _plain: dict[str, Ran] = field(default_factory=dict)
 
-    def plain(self, options: Mapping[str, Any]) -> Ran:
-        key = json.dumps(options)
+    def plain(self, options: Mapping[str, Any], script: Path = SCRIPT) -> Ran:
+        key = f"{script} {json.dumps(options)}"
         if key not in self._plain:
-            self._plain[key] = self.run("plain", options)
+            self._plain[key] = self.run("plain", options, script=script)
             self._plain[key].outcome.assert_success(workers=SIZE)
         return self._plain[key]
 
@@ -310,6 +310,21 @@ def test_a_node_joins(runs: Runs) -> None:
 @pytest.mark.parametrize("name", [NAMES[2], NAMES[3], NAMES[7]])
 def test_a_node_joins_after_a_death(runs: Runs, name: str) -> None:
     check_death(runs, "everything", PLACES[NAMES.index(name)], is_replaced=True)
+
+
+ATTRIBUTES = SCRIPTS / "hf_attributes.py"
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_a_script_counts_in_its_own_attributes_is_the_jobs(
+    runs: Runs, is_replaced: bool
+) -> None:
+    """Also where a rank computes several batches in the place of one."""
+    plain = runs.plain({}, script=ATTRIBUTES)
+    death = at("A BATCH", rank=0, event=6, script=ATTRIBUTES)
+    ran = runs.run("elastic", {}, script=ATTRIBUTES, death=death, is_replaced=is_replaced)
+    ran.outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
+    assert_weights(ran, plain, 1e-12)
 
 
 TWICE = at("A BATCH", rank=0, event=19)  # in the second epoch of the second call

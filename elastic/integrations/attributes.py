@@ -1,0 +1,163 @@
+"""What a script keeps in attributes of its own trainers, callbacks and modules: counters, running
+values, averaged weights. A framework knows nothing of them; here they are part of the job's state.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.train.copies import copied
+
+_LIBRARIES = {
+    "accelerate",
+    "builtins",
+    "elastic",
+    "lightning",
+    "lightning_fabric",
+    "peft",
+    "pytorch_lightning",
+    "torch",
+    "torchmetrics",
+    "transformers",
+    "trl",
+}
+
+
+def is_of_library(cls: type) -> bool:
+    """Whether a framework defines this class, not the script."""
+    return cls.__module__.partition(".")[0] in _LIBRARIES
+
+
+@functools.cache
+def assigned_by_libraries(cls: type) -> frozenset[str]:
+    """The attributes that the methods of a class assign, of those that a framework defines."""
+    bases = (base for base in cls.__mro__ if is_of_library(base))
+    members = (member for base in bases for member in vars(base).values())
+    names = {name for member in members for name in _assigned(member)}
+    return frozenset(names | set(vars(nn.Module())) if issubclass(cls, nn.Module) else names)
+
+
+def _assigned(member: Any) -> Iterator[str]:
+    parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
+    for part in parts:
+        function = inspect.unwrap(getattr(part, "__func__", part)) if callable(part) else None
+        if (code := getattr(function, "__code__", None)) is not None:
+            yield from _assigned_in(code)
+
+
+def _assigned_in(code: CodeType) -> Iterator[str]:
+    owner: Any = None  # of the attribute: what was loaded last
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR" and owner in ("self", ("self",)):
+            yield instruction.argval
+        loaded = instruction.argval  # Python 3.13 loads two variables at once
+        owner = loaded[-1:] if isinstance(loaded, tuple) else loaded
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _assigned_in(constant)
+
+
+def own_attributes(owner: Any) -> dict[str, Any]:
+    """The attributes of ``owner`` that no framework assigns."""
+    cls: Any = type(owner)
+    others = assigned_by_libraries(cls)
+    return {name: value for name, value in vars(owner).items() if name not in others}
+
+
+def own_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """``model``, and its modules of classes that the script defines, by name."""
+    named = model.named_modules()
+    return {name: each for name, each in named if each is model or not is_of_library(type(each))}
+
+
+def of_job(owner: Any) -> dict[str, Any]:
+    """The attributes of ``owner`` whose values are taken for the same on all ranks: numbers, texts,
+    and, but for modules, dicts of those and of tensors, such as averaged weights. Lists and single
+    tensors may be of a rank's samples."""
+    own = own_attributes(owner)
+    is_module = isinstance(owner, nn.Module)
+    return {n: v for n, v in own.items() if _is_plain(v) or (not is_module and _is_dict(v))}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(key, str) and (_is_plain(each) or _is_tensor(each) or _is_dict(each))
+        for key, each in value.items()
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.requires_grad
+
+
+class ChangedAttributes:
+    """The attributes of some objects, as in :func:`of_job`, that training changes.
+
+    Others, such as a rank that was read once, belong to the process. An object with state: the
+    names of what has changed travel with it, so a rank that joins knows them, too.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = dict(objects)
+        self._first: dict[str, dict[str, Any]] | None = None
+        self._changed: set[tuple[str, str]] = set()
+
+    def begin(self) -> None:
+        """Training begins: what differs from now on has changed."""
+        if self._first is None:
+            self._first = self.values()
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """Copies of all that are looked at, whether training has changed them or not."""
+        return {key: copied(values) for key, values in self._read()}
+
+    def set(self, values: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give attributes these values."""
+        for key, named in values.items():
+            if key in self._objects:
+                vars(self._objects[key]).update(copied(dict(named)))
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        if self._first is None:
+            return {}
+        state: dict[str, dict[str, Any]] = {}
+        for key, values in self._read():
+            first = self._first[key]
+            for name, value in values.items():
+                if (key, name) not in self._changed and not _is_same(value, first.get(name, self)):
+                    self._changed.add((key, name))
+                if (key, name) in self._changed:
+                    state.setdefault(key, {})[name] = value
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        first = self._first or {}
+        loaded = {(key, name) for key, values in state.items() for name in values}
+        for key, name in self._changed - loaded:  # back to the state before it had changed
+            if name in first.get(key, {}):
+                vars(self._objects[key])[name] = copied(first[key][name])
+            else:
+                vars(self._objects[key]).pop(name, None)
+        self.set(state)
+        self._changed = loaded
+
+    def _read(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for key, owner in self._objects.items():
+            yield key, of_job(owner)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Dicts, which may hold tensors, are taken to change."""
+    return type(value) is type(other) and not isinstance(value, dict) and value == other
