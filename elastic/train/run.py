@@ -292,7 +292,11 @@ class Attempt:
         if not self._is_inner:
             self._scope.in_retry, self._scope.is_last_call = True, self._is_last
             self._scope.has_left_retry = False
-            self._attempts.begin(is_again=self._is_again)
+            try:
+                self._attempts.begin(is_again=self._is_again)
+            except BaseException as error:
+                self._leave(error)
+                raise
 
     @property
     def has_nothing_left(self) -> bool:

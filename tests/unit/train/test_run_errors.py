@@ -135,6 +135,10 @@ def test_a_missing_required_checkpoint_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(CheckpointRequired, match="there is no checkpoint"):
             script.train()
         assert CheckpointRequired.exit_code == 65
+        with pytest.raises(CheckpointRequired) as raised:
+            run.retry(script.train)
+        # Hydra prints it and exits with 1: no excepthook is called.
+        assert run._parts.attempts.failure.text == f"CheckpointRequired: {raised.value.args[0]}"
     finally:
         run.close(clean=False)
         torch.distributed.destroy_process_group()
