@@ -643,7 +643,7 @@ _KILLED_DATA_WORKER = re.compile(r"DataLoader worker .*killed by signal: Killed"
 class WorkerFailed:
     """A worker's failure, as written to the node's record."""
 
-    text: str
+    text: str | None  # None: it exited without a word, and torchrun's report has none either
     exit_code: int
     is_oom_kill: bool
     kernel_log: tuple[str, ...]
@@ -740,9 +740,8 @@ class WorkerDeaths:
             and is_killed
             and (self._oom_kills.has_killed() or kernel_log.has_killed(worker.pid))
         )
-        text = hung or (
-            notice.error if notice is not None and notice.error else describe_death(worker, death)
-        )
+        error = hung or (notice.error if notice is not None else "")
+        text = error or describe_death(worker, death)
         if left_others:
             text = f"{text} during training, without an exception"
         if is_oom_kill:
@@ -754,7 +753,8 @@ class WorkerDeaths:
             # A worker that this agent ended was not killed from outside: it failed by itself.
             exit_code = exit_code_of(death) if hung is None else HUNG_EXIT_CODE
             exit_code = exit_code or EXITED_IN_TRAINING_CODE
-            failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_log.lines)
+            published = text if error or not death.exit_code else None
+            failure = WorkerFailed(published, exit_code, is_oom_kill, kernel_log.lines)
             self._publish_failure(worker, siblings, failure)
 
     def _is_waited_for(self, worker: Worker, error: str = "") -> bool:

@@ -357,6 +357,15 @@ def test_an_exception_that_the_script_handles_fails_only_with_its_exit_code() ->
     assert context.status.node.failure == "ValueError: pruned"
 
 
+def test_a_bare_exit_is_the_same_failure_whether_its_death_or_torchrun_is_first() -> None:
+    """Failures are compared: one that torchrun reports has no text without an error file."""
+    context, workers, worker = ready()
+    workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, None))
+    node = context.status.node
+    assert node.state is NodeState.ARRIVED
+    assert (node.failure, node.failure_exit_code) == (None, 1)
+
+
 def test_a_worker_that_exits_with_0_during_training_has_failed() -> None:
     """By os._exit(0): torchrun would count its node as finished, and the others wait for it."""
     context, workers, worker = ready()
