@@ -34,7 +34,7 @@ from elastic.telemetry.events import Event
 from elastic.telemetry.journal import kebab_name
 from elastic.telemetry.log import printable, timestamp, wrapped
 from elastic.telemetry.reader import UNNAMED_RUNS, JournalFolder, JournalRecord, merge
-from elastic.telemetry.runs import chosen_journal, is_default, local_runs
+from elastic.telemetry.runs import chosen_journal, is_default, is_known, local_runs
 from elastic.tracebacks import for_a_line, innermost_place, shorten
 
 RUN_OR_FOLDER = (
@@ -129,7 +129,8 @@ def find_journals(
     """The journals that RUN, ELASTIC_JOURNAL or this machine's only job means; None: none is known.
     Raises ConfigError for a folder that does not exist."""
     given, chosen = args.run, chosen_journal(environ)
-    if given and (os.sep in given or Path(given).is_dir()):
+    # A run is often called like its checkpoint folder, in which it is started.
+    if given and (os.sep in given or (Path(given).is_dir() and not is_known(given))):
         args.run = None  # the run's id, if any, is that of --rdzv-id
         return JournalSource(existing_folder(given), args.rdzv_id)
     args.rdzv_id = given or args.rdzv_id

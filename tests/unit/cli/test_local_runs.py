@@ -49,6 +49,8 @@ def test_after_the_job_and_its_etcd_commands_read_the_journals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("elastic.cli.status.job_store", None)  # gRPC takes as long as all else
+    monkeypatch.chdir(demo.parent)
+    Path("demo").mkdir(exist_ok=True)  # such as its checkpoints
     assert main(["status", *name]) == 0
     assert "demo: last known: the job has ended" in capsys.readouterr().out
     assert main(["events", *name, "--event=world-formed"]) == 0
