@@ -207,8 +207,10 @@ _VARIABLE_PARTS = (
     (re.compile(r"(?<!\w)(['\"`])[^'\"`\n]*\1(?!\w)"), "'…'"),
     (re.compile(r"(?<!\w)(?:\w+://|~?/|\.{1,2}/)[^\s\])>]*"), "'…'"),
     (re.compile(r"[\w.-]+(?:/[\w.-]+)+"), "'…'"),
-    (re.compile(r"[\w.:-]*\d[\w:-]*(?:\.\w[\w:-]*)*"), "#"),
+    (re.compile(r"[\w.:-]*\d[\w:-]*(?:\+\d+)?(?:\.\w[\w:-]*)*"), "#"),
+    (re.compile(r"(?<![\w.])[+-]?(?:nan|inf)(?![\w.])", re.IGNORECASE), "#"),
     (re.compile(r"#(?:(?:, *| *[x×*] *)#)+|#,(?=\))"), "#"),  # a shape
+    (re.compile(r"'…'(?:, *'…')+"), "'…'"),  # a command, or a list of names
 )
 
 

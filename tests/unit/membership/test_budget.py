@@ -89,6 +89,8 @@ def at_line(line: int, exception: str) -> str:
         tuple(f"RuntimeError: shape '[{n}, 3]' is invalid for input of size {n}" for n in range(3)),
         tuple(f"ValueError: Expected {shape}" for shape in ("(2, 3)", "(20, 31, 4)", "(7,)")),
         tuple(at_line(7, f"KeyError: '{name}'") for name in ("cat", "dog", "cow")),
+        tuple(f"ValueError: loss {value} is too large" for value in ("inf", "nan", "2.5e+10")),
+        tuple(f"CalledProcessError: {['ffmpeg'] * n} failed" for n in (1, 2, 3)),
     ],
 )
 def test_one_error_is_recognised_despite_parts_that_differ_each_time(
