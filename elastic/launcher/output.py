@@ -1,7 +1,7 @@
 """Keeps what a node's workers and its agent write, for ``elastic logs``, and passes it on.
 
 Workers that torchrun starts as commands inherit the agent's stdout and stderr. Instead, each gets a
-FIFO, or a pseudo-terminal where the agent's stream is a terminal, so that progress bars and line
+pipe, or a pseudo-terminal where the agent's stream is a terminal, so that progress bars and line
 buffering stay as they are. One thread reads them all, writes the bytes to the agent's stream first,
 and then keeps the lines. Streams that torchrun redirects to files (``--redirects``, ``--tee``) stay
 with it; where those files are is recorded.
@@ -14,7 +14,6 @@ import fcntl
 import logging
 import os
 import selectors
-import shutil
 import termios
 import threading
 import tty
@@ -27,7 +26,6 @@ from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.telemetry.journal import THREAD, Journal
 from elastic.telemetry.log import get_logger
 from elastic.telemetry.output import Output, OutputLines, OutputRedirected
-from elastic.wire import base
 
 _CONSOLE = {"stdout": 1, "stderr": 2}
 _READ_BYTES = 1 << 16
@@ -44,7 +42,7 @@ class _Channel:
     stream: str
     path: str  # that the worker's stream is opened with
     fd: int  # that it is read from
-    held: int | None = None  # a pseudo-terminal reports an error while nobody has it open
+    held: int  # its other end: without it, reading reports an end or error between two workers
     lines: OutputLines = field(default_factory=OutputLines)
 
 
@@ -61,7 +59,6 @@ class KeptOutput:
         self._clock = clock
         self._channels: dict[tuple[int, str], _Channel] = {}
         self._selector = selectors.DefaultSelector()
-        self._folder = ""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._last: tuple[int | None, int | None] = None, None
@@ -104,20 +101,19 @@ class KeptOutput:
             channel = (
                 self._terminal(local_rank, stream)
                 if os.isatty(_CONSOLE[stream])
-                else self._fifo(local_rank, stream)
+                else self._pipe(local_rank, stream)
             )
             os.set_blocking(channel.fd, False)
             self._channels[key] = channel
             self._selector.register(channel.fd, selectors.EVENT_READ, channel)
         return self._channels[key]
 
-    def _fifo(self, local_rank: int, stream: str) -> _Channel:
-        self._folder = self._folder or base.make_folder("elastic-output-")
-        path = os.path.join(self._folder, f"{local_rank}-{stream}")
-        os.mkfifo(path, 0o600)
-        # Also for writing: torch opens its end later, and ends it with each worker.
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        return _Channel(local_rank=local_rank, stream=stream, path=path, fd=fd)
+    def _pipe(self, local_rank: int, stream: str) -> _Channel:
+        fd, held = os.pipe()
+        # Not a FIFO in a folder, which a cleaner of temporary files may remove. torch opens its end
+        # later, and ends it with each worker.
+        path = f"/proc/{os.getpid()}/fd/{held}"
+        return _Channel(local_rank=local_rank, stream=stream, path=path, fd=fd, held=held)
 
     def _terminal(self, local_rank: int, stream: str) -> _Channel:
         fd, held = os.openpty()
@@ -154,10 +150,7 @@ class KeptOutput:
         os.close(self._wake)
         for channel in self._channels.values():
             os.close(channel.fd)
-            if channel.held is not None:
-                os.close(channel.held)
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(channel.held)
 
     def _run(self) -> None:
         """On the thread."""

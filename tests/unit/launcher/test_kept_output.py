@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import tty
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +62,19 @@ def records(folder: Path, name: str = "output") -> list[dict[str, Any]]:
 def texts(folder: Path, stream: str) -> list[str]:
     lines = (r["text"] for r in records(folder) if r["stream"] == stream)
     return "\n".join(lines).split("\n")
+
+
+def test_a_cleaner_of_temporary_files_costs_no_output(
+    kept: KeptOutput, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    kept.redirect(inherited())
+    shutil.rmtree(temporary)
+    run_worker(kept.redirect(inherited()), "print('restarted')")
+    kept.close()
+    assert texts(folder, "stdout") == ["restarted"]
 
 
 def test_output_is_passed_on_as_it_is_and_kept_with_its_rank(
