@@ -921,7 +921,8 @@ def follow(
         elif stop.signum is not None and not passed_on:
             passed_on = True
             name, again = signal.Signals(stop.signum).name, "Ctrl-C again, or a second signal,"
-            say(f"{name} passed on to {len(running)} nodes, which leave; {again} kills them now")
+            counted = "the node" if len(running) == 1 else f"{len(running)} nodes"
+            say(f"{name} passed on to {counted}, to leave; {again} kills at once")
             nodes.signal(stop.signum)
         _say_ended(nodes, reported, errors)
         if not ended and stop.signum is None and too_few.is_final(nodes):

@@ -119,14 +119,14 @@ RULES: tuple[Rule, ...] = (
         "left-loop",
         Action.STOP,
         Confidence.HIGH,
-        "a rank leaves the loop by its own decision, and would do so again",
+        "a rank leaves the loop by its own decision",
         r"left the loop (after|before) step \d+, while rank",
     ),
     _rule(
         REFUSED,
         Action.STOP,
         Confidence.HIGH,
-        "this library refuses the script as it is, and would do so again",
+        "this library refuses the script as it is",
         # (The ranks of a replica that did not reach each other in time: another one may have died.)
         r"^(?!.*did not call elastic\.join\(mesh=…\))(training|config)error: ",
         r"^noworld: ",
