@@ -226,6 +226,7 @@ class OrphanReaper:
         self.forked = ForkMark.of(self._inherited)
         self._arguments = [str(os.getpid()), node_id, str(self.forked), link, memory, ending]
         self._process = self._start()
+        self._permitted = b""  # the last permission, for a replacement
         self._writing = threading.Lock()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -247,16 +248,23 @@ class OrphanReaper:
 
     def permit(self, until_s: float) -> None:
         """Let the workers train until then, by CLOCK_BOOTTIME. Thread-safe; does not wait for the
-        reaper. Called regularly, so a reaper that was killed or stopped is replaced here."""
-        with self._writing:
-            if self._process.stdin is not None and not self._process.stdin.closed:
-                self._replace_if_lost()
-        self._write(f"{until_s!r}\n".encode())
+        reaper."""
+        self._permitted = f"{until_s!r}\n".encode()
+        self._write(self._permitted)
 
-    def _replace_if_lost(self) -> None:
+    def supervise(self) -> None:
+        """Replace a reaper that was killed or stopped. Called regularly, also while etcd is
+        unreachable, when no permission is renewed. Thread-safe."""
+        with self._writing:
+            is_released = self._process.stdin is None or self._process.stdin.closed
+            if is_released or not self._replace_if_lost():
+                return
+        self._write(self._permitted)
+
+    def _replace_if_lost(self) -> bool:
         pid = self._process.pid
         if self._process.poll() is None and _state_of(pid) not in ("T", "t"):  # stopped, traced
-            return
+            return False
         lost, self._process = self._process, self._start()
         assert lost.stdin is not None
         lost.stdin.close()
@@ -269,6 +277,7 @@ class OrphanReaper:
             "(pid %d): it is replaced by pid %d",
             *(pid, self._process.pid),
         )
+        return True
 
     def _write(self, data: bytes) -> None:
         pipe = self._process.stdin

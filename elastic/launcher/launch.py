@@ -823,6 +823,7 @@ class Launch:
     def look_at_workers(self, supervision: Supervision | None) -> None:
         """Called with every poll of torch's agent while all workers run."""
         self._bridge.flush()
+        self._reaper.supervise()
         self._replacement.look(supervision)
         if supervision is not None:
             self.service.supervisor.supervise(

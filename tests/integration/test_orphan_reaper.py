@@ -34,8 +34,11 @@ AGENT = textwrap.dedent(
         if line.startswith("release"):
             reaper.release()
             break
-        reaper.permit(time.clock_gettime(time.CLOCK_BOOTTIME) + float(line.split()[1]))
-        print("permitted", flush=True)
+        if line.startswith("supervise"):
+            reaper.supervise()
+        else:
+            reaper.permit(time.clock_gettime(time.CLOCK_BOOTTIME) + float(line.split()[1]))
+        print("done", flush=True)
     """
 )
 
@@ -64,10 +67,16 @@ class FakeAgent:
 
     def permit(self, for_s: float) -> None:
         """Extend the workers' permission to train by this time."""
+        self._call(f"permit {for_s}")
+
+    def supervise(self) -> None:
+        self._call("supervise")
+
+    def _call(self, line: str) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(f"permit {for_s}\n")
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline() == "permitted\n"
+        assert self.process.stdout.readline() == "done\n"
 
     def start_worker(self) -> None:
         """Start another worker with the agent's mark."""
@@ -312,7 +321,7 @@ def test_a_reaper_that_was_killed_or_stopped_is_replaced(
         agent.permit(3600.0)
         os.kill(agent.reaper_pid, signum)
         eventually(lambda: state_of(agent.reaper_pid) in ("T", "Z", ""))
-        agent.permit(3600.0)  # as the agent's loop does every second
+        agent.supervise()  # as the agent does while workers run, whether etcd answers or not
         agent.process.kill()
         agent.process.wait()
         eventually(lambda: not marked_processes(agent.token))
