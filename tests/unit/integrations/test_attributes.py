@@ -41,7 +41,8 @@ def test_a_joining_process_gets_what_training_has_changed_and_keeps_its_own() ->
     assert (first.steps, first.average) == (1, {"weight": torch.ones(1)})
     # The names travel on: to the joining process, nothing had changed since it began.
     begun(next_one).load_state_dict(receiver.state_dict())
-    assert (next_one.rank, next_one.steps, next_one.average) == (2, 2, {"weight": 2})
+    assert (next_one.rank, next_one.steps) == (2, 2)
+    assert next_one.average == {"weight": torch.full((1,), 2.0)}
 
 
 def test_an_interrupted_step_is_undone_even_if_it_was_the_first() -> None:
@@ -58,7 +59,8 @@ def test_an_interrupted_step_is_undone_even_if_it_was_the_first() -> None:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(Counter(), nn.BatchNorm1d(1))
+        self.counter = Counter()
+        self.inner = nn.Sequential(self.counter, nn.BatchNorm1d(1))
 
 
 class Counter(nn.Module):
@@ -70,8 +72,8 @@ class Counter(nn.Module):
 
 def test_only_numbers_and_texts_of_a_script_s_own_modules_are_read() -> None:
     net = Net()
-    assert list(own_modules(net)) == ["", "inner.0"]
+    assert list(own_modules(net)) == ["", "counter"]
     attributes = begun(*own_modules(net).values())
-    net.inner[0].calls += 1  # type: ignore[operator]
+    net.counter.calls += 1
     net.eval()
     assert attributes.state_dict() == {"1": {"calls": 1}}
