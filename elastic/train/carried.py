@@ -18,13 +18,19 @@ from __future__ import annotations
 
 import ast
 import functools
-import linecache
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, FunctionType
 
 from elastic.errors import TrainingError
-from elastic.train.checks import LIBRARIES, Loop, frames_of_script, loops_around, tree_of
+from elastic.train.checks import (
+    LIBRARIES,
+    Loop,
+    frames_of_script,
+    loops_around,
+    tree_of,
+    tree_of_file,
+)
 from elastic.train.inlining import KEEPERS, Inlined, inlined, plain_name, source_of, text_of
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -100,11 +106,7 @@ def _training_functions(frame: FrameType) -> set[str]:
 
 @functools.lru_cache(maxsize=16)
 def _training_functions_of(file: str) -> frozenset[str]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return frozenset()
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    functions = [n for n in ast.walk(tree_of_file(file)) if isinstance(n, ast.FunctionDef)]
     return frozenset(f.name for f in functions if _is_training(f))
 
 
@@ -371,8 +373,9 @@ def _stored(statement: ast.stmt) -> list[str]:
 
 
 def _changed_in_place(statement: ast.stmt) -> list[str]:
-    if isinstance(statement, (ast.Assign, ast.AugAssign)):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    if isinstance(statement, (ast.Assign, ast.AugAssign, ast.Delete)):
+        is_one = isinstance(statement, ast.AugAssign)
+        targets = [statement.target] if is_one else statement.targets  # type: ignore[union-attr]
         return [_root(t) for t in targets if isinstance(t, ast.Subscript)]
     if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
         return []
@@ -576,7 +579,7 @@ class _Reads:
                     known = known | {name}
             return known
         if (name := _replaced(node)) is not None:
-            return self.expression(node.value, known | {name})  # type: ignore[attr-defined]
+            return self.expression(node, known | {name})
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             return known | {(a.asname or a.name).partition(".")[0] for a in node.names}
         return self.expression(node, known)
@@ -618,7 +621,9 @@ def _both(one: set[str] | None, other: set[str] | None) -> set[str] | None:
 
 
 def _replaced(statement: ast.stmt) -> str | None:
-    """The variable all of whose content a statement replaces: ``losses.clear()``."""
+    """The variable all of whose content a statement replaces: ``losses.clear()``, ``del a[:]``."""
+    if isinstance(statement, ast.Delete):
+        return _replaced_by(statement.targets[0])
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
         return None
@@ -733,6 +738,8 @@ class _Flow:
         elif isinstance(node, ast.AugAssign):
             both = self._of(node.value, now) | self._of(_as_load(node.target), now) | decides
             now = self._store(node.target, both, now)
+        elif isinstance(node, ast.Delete) and (replaced := _replaced(node)) is not None:
+            now = _with(now, {replaced}, _NONE)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             for call in _chain(node.value):
                 if _is_in_place(call) and (name := _receiver(call)) and not _is_kept(call.func):
@@ -783,7 +790,7 @@ class _Flow:
             name = _name_of(call.func)
             if name == "backward":
                 self._train(call, self._of(call, now))
-            elif name in self._trains or name == "step" or _sets(name) or _changes_state(call):
+            elif name in self._trains or name == "step" or _sets(call) or _changes_state(call):
                 self._train(call, self._of_arguments(call, now))
 
     def _train(self, use: ast.expr, origins: frozenset[str]) -> None:
@@ -819,8 +826,12 @@ def _called(loop: Loop) -> set[str]:
     return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
 
 
-def _sets(name: str) -> bool:
-    return name.startswith("set_") and not name.startswith(("set_postfix", "set_description"))
+def _sets(call: ast.Call) -> bool:
+    """Whether a call sets a rate, or clips gradients: ``group.update(lr=…)``."""
+    name = _name_of(call.func)
+    if name.startswith(("set_", "clip_grad")):
+        return not name.startswith(("set_postfix", "set_description"))
+    return name == "update" and any(keyword.arg in _SETTINGS for keyword in call.keywords)
 
 
 def _changes_state(call: ast.Call) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import dis
 import functools
 import hashlib
@@ -119,19 +120,40 @@ def local_variables(frame: FrameType) -> dict[str, object]:
     """A copy of a function's variables.
 
     Before Python 3.13, ``f_locals`` is one dict per call, which the function gets from
-    ``locals()``, too, and which would keep the objects alive, such as a loss. So it is emptied, and
-    not read of a function that may hold it, nor while a trace function is active, as in a debugger:
-    the function would lose its variables.
+    ``locals()``, too, and which would keep the objects alive, such as a loss or the iterator of a
+    loader. So it is emptied, and not read of a function that may hold it.
     """
     if sys.version_info >= (3, 13):
         return dict(frame.f_locals)
-    may_be_held = {"locals", "vars", "eval", "exec", "set_trace"} & {*frame.f_code.co_names}
-    if may_be_held or sys.gettrace() is not None:
+    if _may_hold_locals(frame.f_code):
         return {}
     live = frame.f_locals
     copied = dict(live)
-    live.clear()
+    if not _is_in_trace_function(frame):
+        live.clear()
+        # Having been read, it would be filled again at the frame's next traced line, and keep that
+        # content (Python 3.11). With an empty dict, this assigns nothing, and only ends that.
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), 0)
     return copied
+
+
+def _is_in_trace_function(frame: FrameType) -> bool:
+    """Whether a debugger has stopped in the frame. It has the dict, whose values become the frame's
+    variables when the trace function returns: emptied, the frame would lose them."""
+    callee: FrameType | None = sys._getframe(1)
+    while callee is not None and callee.f_back is not frame:
+        callee = callee.f_back
+    if callee is None or frame.f_trace is None:
+        return False
+    return callee.f_code is getattr(frame.f_trace, "__code__", callee.f_code)
+
+
+@functools.cache
+def _may_hold_locals(code: CodeType) -> bool:
+    """Whether a function calls ``locals()`` or its like: not the method ``model.eval()``."""
+    instructions = dis.get_instructions(code)
+    names = {n.argval for n in instructions if n.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return not names.isdisjoint({"locals", "vars", "eval", "exec"})
 
 
 def assigned_globals(frame: FrameType) -> frozenset[str]:
@@ -167,6 +189,14 @@ def parsed(code: CodeType, file: str) -> ast.AST:
         return ast.Module(body=[], type_ignores=[])  # no source
     ast.increment_lineno(tree, first - 1 - is_indented)
     return tree
+
+
+def tree_of_file(file: str) -> ast.AST:
+    """The source of a file; empty if it is unknown."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
 
 
 def state_of_place(user: Mapping[str, object]) -> dict[str, object]:

@@ -4,12 +4,15 @@ What a loop carries from step to step need not be a variable of the function wit
 be an attribute (``self.count += 1``), a variable that a function inside changes (``nonlocal``,
 ``global``), the sum in a meter, or the position of an iterator. So the bodies of the script's
 functions replace the calls of them, and what the script's objects hold becomes variables, of which
-each has one name, whichever function uses it. Which function a call executes, and which object a
-variable holds, is looked up in the frames when the first step begins.
+each has one name, whichever function uses it. A loop over a generator of the script becomes the
+generator, with the loop's body in the place of ``yield``; a loop over callbacks has a body for
+each. Which function a call executes, and which object a variable holds, is looked up in the frames
+when the first step begins, and so is a condition that never changes (``if args.anneal:``).
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import copy
 import functools
@@ -18,10 +21,18 @@ import inspect
 import itertools
 import os
 import sysconfig
-from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import (
+    CodeType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +49,7 @@ from elastic.train.checks import (
     loops_around,
     parsed,
     tree_of,
+    tree_of_file,
 )
 from elastic.train.ddp import ElasticDDP
 
@@ -53,6 +65,8 @@ _MUTABLE = (list, dict, set, deque, torch.Tensor, np.ndarray)
 KEEPERS = frozenset({"track", "wrap", "loader", "shard", "build", "prepare", "setup"})
 _OF_MODULES = frozenset(vars(nn.Module()))
 _PAUSES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_CONSTANTS = (bool, int, float, str)
+_ELEMENTS = 16  # of a loop over callbacks
 _SEARCHED = 200  # objects that an iterator may refer to
 
 
@@ -124,11 +138,12 @@ class _Call:
     number: int
     code: CodeType
     globals: Mapping[str, Any]
-    values: Mapping[str, object]
+    values: dict[str, object]
     cells: Mapping[str, Any] = field(default_factory=dict)
     caller: _Call | None = None
     frame: FrameType | None = None
     first_line: int = 0  # what is called before is of no interest
+    fixed: Collection[str] = ()  # parameters whose values are the same in all steps
 
     @property
     def around(self) -> Iterator[_Call]:
@@ -161,6 +176,25 @@ class _Call:
                 return _UNKNOWN  # not assigned yet
         return _UNKNOWN if self._is_local(name) else self.globals.get(name, _UNKNOWN)
 
+    def is_fixed(self, name: str) -> bool:
+        """Whether a variable has its value in all steps."""
+        if name in _rebound(self.code.co_filename).names:
+            return False
+        is_own = self._is_local(name) and name not in self.code.co_freevars
+        for call in (self,) if is_own else self.around:
+            last = _last_stores(call.code, call.code.co_filename).get(name, 0)
+            if call.frame is None:
+                if call is self and is_own:
+                    return name in self.fixed and not last
+            elif last >= max(call.first_line, 1) and (call is self or call._owns(name)):
+                return False
+        return True
+
+    def _owns(self, name: str) -> bool:
+        """Whether it is a variable of this function, or of a module that is being executed."""
+        is_function = self.code.co_flags & inspect.CO_OPTIMIZED
+        return not is_function or self._is_local(name)
+
     def _is_local(self, name: str) -> bool:
         code = self.code
         names = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
@@ -171,6 +205,78 @@ class _Call:
 def _codes_in(code: CodeType) -> frozenset[CodeType]:
     inner = [c for c in code.co_consts if isinstance(c, CodeType)]
     return frozenset(inner).union(*map(_codes_in, inner))
+
+
+@dataclass(frozen=True)
+class _Rebound:
+    """What functions of a file assign outside of their own variables."""
+
+    names: frozenset[str]  # global, nonlocal
+    attributes: frozenset[str]  # outside of constructors
+    created: frozenset[str]  # attributes, by constructors
+
+
+@functools.lru_cache(maxsize=16)
+def _rebound(file: str) -> _Rebound:
+    names, attributes, created = set[str](), set[str](), set[str]()
+    left: list[tuple[ast.AST, set[str]]] = [(tree_of_file(file), attributes)]
+    while left:
+        node, stored = left.pop()
+        if isinstance(node, ast.FunctionDef):
+            stored = created if node.name == "__init__" else attributes
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            names |= {*node.names}
+        elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            stored.add(node.attr)
+        left += ((child, stored) for child in ast.iter_child_nodes(node))
+    return _Rebound(frozenset(names), frozenset(attributes), frozenset(created))
+
+
+@functools.lru_cache(maxsize=64)
+def _last_stores(code: CodeType, file: str) -> Mapping[str, int]:
+    """The last lines in which a function assigns its variables."""
+    last = dict[str, int]()
+    tree = parsed(code, file)
+    left: list[ast.AST] = [_function_in(tree, code) or tree]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            last[node.id] = max(last.get(node.id, 0), node.lineno)
+        children = ast.iter_child_nodes(node)
+        left += (child for child in children if not isinstance(child, functions))
+    return last
+
+
+def _files_of(owner: type) -> set[str]:
+    """The files of the script that have the methods of a class."""
+    values = (value for each in type.mro(owner) for value in vars(each).values())
+    codes = (value.__code__ for value in values if isinstance(value, FunctionType))
+    return {code.co_filename for code in codes if _is_of_script(code)}
+
+
+def _has_source(value: object) -> bool:
+    """Whether it is a function of the script, or has methods that are."""
+    code = getattr(value, "__code__", None)
+    return _is_of_script(code) if isinstance(code, CodeType) else bool(_files_of(type(value)))
+
+
+def _entry(container: Any, key: object) -> object:
+    if type(container) in (dict, defaultdict) and isinstance(key, (str, int)):
+        return dict.get(container, key, _UNKNOWN)
+    if isinstance(container, (list, tuple)) and isinstance(key, int):
+        return container[key] if -len(container) <= key < len(container) else _UNKNOWN
+    return _UNKNOWN
+
+
+def _defaults(function: FunctionType, call: ast.Call) -> dict[str, object]:
+    """The values of parameters that a call may leave out."""
+    if any(keyword.arg is None for keyword in call.keywords):
+        return {}
+    defaults = function.__defaults__ or ()
+    code = function.__code__
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
 
 
 @dataclass(frozen=True)
@@ -258,7 +364,14 @@ class _Inliner:
 
     def _statement(self, node: Any, call: _Call) -> Iterator[ast.stmt]:
         node.code = call.code
-        owner = self.value(_target_of_call(node), call)
+        if isinstance(node, ast.If) and (is_true := self.decided(node, call)) is not None:
+            yield from self.block(node.body if is_true else node.orelse, call)
+            return
+        if isinstance(node, ast.For) and (generator := self._generator(node, call)) is not None:
+            yield from self._yielding(node, generator, call)
+            return
+        elements = self._elements(node, call) if isinstance(node, ast.For) else []
+        owner, created = self._created_by(node, call)
         expressions = _Expressions(self, call)
         expressions.is_inner = (node.end_lineno or 0) < call.first_line
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -277,16 +390,138 @@ class _Inliner:
         for part in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
             for name in ("body", "orelse", "finalbody"):
                 if isinstance(inner := getattr(part, name, None), list):
-                    setattr(part, name, self.block(inner, call))
+                    block = self._for_each(elements, node, call) if name == "body" else None
+                    setattr(part, name, block or self.block(inner, call))
         if isinstance(node, ast.While):
             node.body += copy.deepcopy(expressions.before)
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             node.body[:0] = expressions.advanced
         yield node
         if self._is_plain(owner) or is_own_iterator(owner):
-            again = ast.Assign([], ast.Tuple(copy.deepcopy(node.value.args), ast.Load()))
+            again = ast.Assign([], ast.Tuple(copy.deepcopy(created.args), ast.Load()))
             self._created.append((again, id(owner)))
             yield ast.copy_location(again, node)
+
+    def _created_by(self, node: ast.stmt, call: _Call) -> tuple[object, Any]:
+        """The object that a variable holds, and the call that gives it another one, if a statement
+        does, such as a new object."""
+        created: Any = getattr(node, "value", None)
+        is_single = isinstance(node, ast.Assign) and len(node.targets) == 1
+        if not (is_single and isinstance(created, ast.Call)):
+            return _UNKNOWN, None
+        owner = self.value(node.targets[0], call)  # type: ignore[attr-defined]
+        is_passed = any(self.value(argument, call) is owner for argument in created.args)
+        return (_UNKNOWN if is_passed else owner), created
+
+    def _generator(self, node: ast.For, call: _Call) -> tuple[ast.Call, _Called] | None:
+        """The generator of the script that a loop is reading, also in ``enumerate(…)``."""
+        head = node.iter
+        if isinstance(head, ast.Call) and _name_of(head.func) == "enumerate" and head.args:
+            head = head.args[0]
+        if not isinstance(head, ast.Call):
+            return None
+        called = self._following(head, call, is_generator=True)
+        return None if called is None else (head, called)
+
+    def _yielding(
+        self, node: ast.For, generator: tuple[ast.Call, _Called], call: _Call
+    ) -> Iterator[ast.stmt]:
+        """The generator, with the loop's body in the place of each ``yield``."""
+        head, called = generator
+        self._loops = [loop for loop in self._loops if loop is not node]
+        expressions = _Expressions(self, call)
+        expressions.generic_visit(head)
+        statements, _ = self.inline(head, called)
+        is_enumerated = head is not node.iter and isinstance(node.target, ast.Tuple)
+        target = expressions.visit(node.target.elts[-1] if is_enumerated else node.target)  # type: ignore[attr-defined]
+        body = self.block(node.body, call)
+
+        def replace(value: ast.expr) -> list[ast.stmt]:
+            given = _located(ast.Assign([copy.deepcopy(target)], value), node)
+            return [given, *copy.deepcopy(body)]
+
+        yield from expressions.before
+        yields = _Yields(replace)
+        yield from (yields.visit(statement) for statement in statements)
+        yield from self.block(node.orelse, call)
+
+    def _elements(self, node: ast.For, call: _Call) -> list[object]:
+        """The objects of a loop over a few of the script's: callbacks, hooks."""
+        source = node.iter
+        if isinstance(source, ast.Call) and _name_of(source.func) in ("list", "sorted", "reversed"):
+            source = source.args[0]
+        value = self.value(source, call)
+        if not isinstance(value, (list, tuple)) or not 0 < len(value) <= _ELEMENTS:
+            return []
+        is_current = any(node is loop for loop in self._loops)
+        is_usable = isinstance(node.target, ast.Name) and not is_current
+        return list(value) if is_usable and any(map(_has_source, value)) else []
+
+    def _for_each(self, elements: Iterable[object], node: ast.For, call: _Call) -> list[ast.stmt]:
+        """A loop's body, for each of its objects."""
+        statements = []
+        for element in elements:
+            call.values[node.target.id] = element  # type: ignore[attr-defined]
+            statements += self.block(copy.deepcopy(node.body), call)
+        return statements
+
+    # -- what is the same in all steps --------------------------------------------------------
+
+    def decided(self, node: ast.If | ast.IfExp, call: _Call) -> bool | None:
+        """Whether a condition is true in all steps; None if it may change: an option of the script
+        that is off has no effect."""
+        first = node.lineno
+        is_here = call.frame is not None and first <= call.frame.f_lineno <= (node.end_lineno or 0)
+        return None if is_here else self._truth(node.test, call)
+
+    def _truth(self, test: ast.expr, call: _Call) -> bool | None:
+        if isinstance(test, ast.BoolOp):
+            parts = [self._truth(part, call) for part in test.values]
+            decisive = isinstance(test.op, ast.Or)
+            if decisive in parts:
+                return decisive
+            return None if None in parts else not decisive
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self._truth(test.operand, call)
+            return None if inner is None else not inner
+        values = [self._fixed(test, call)]
+        if isinstance(test, ast.Compare):
+            values = [self._fixed(part, call) for part in (test.left, *test.comparators)]
+            if isinstance(test.ops[0], (ast.Is, ast.IsNot)) and values[1] is None:
+                is_none = values[0] is None
+                is_unknown = values[0] is _UNKNOWN
+                return None if is_unknown else is_none == isinstance(test.ops[0], ast.Is)
+        if not all(value is None or isinstance(value, _CONSTANTS) for value in values):
+            return None
+        names = [f"v{i}" for i in range(len(values))]
+        loads: list[ast.expr] = [ast.Name(name, ast.Load()) for name in names]
+        compared = ast.Compare(loads[0], test.ops, loads[1:]) if len(values) > 1 else loads[0]  # type: ignore[attr-defined]
+        code = compile(ast.fix_missing_locations(ast.Expression(compared)), "", "eval")
+        return bool(eval(code, dict(zip(names, values, strict=True))))
+
+    def _fixed(self, expression: ast.expr, call: _Call) -> object:
+        """The value of an expression, if it is the same in all steps."""
+        if isinstance(expression, ast.Constant):
+            return expression.value
+        if isinstance(expression, ast.Name):
+            is_fixed = call.is_fixed(expression.id)
+            return call.value(expression.id) if is_fixed else _UNKNOWN
+        if not isinstance(expression, ast.Attribute):
+            return _UNKNOWN
+        owner = self._fixed(expression.value, call)
+        files = _files_of(owner if isinstance(owner, type) else type(owner))
+        own = [*map(_rebound, files)]
+        everywhere = [*own, *(_rebound(each.code.co_filename) for each in call.around)]
+        name = expression.attr
+        # Others may be changed by a library: module.training, scheduler.last_epoch.
+        is_of_script = (
+            isinstance(owner, (argparse.Namespace, SimpleNamespace))
+            or name in getattr(owner, "__dataclass_fields__", ())
+            or any(name in file.created for file in own)
+            or (isinstance(owner, type) and files)
+        )
+        is_changed = any(name in file.attributes for file in everywhere)
+        return self.value(expression, call) if is_of_script and not is_changed else _UNKNOWN
 
     # -- variables ----------------------------------------------------------------------------
 
@@ -305,9 +540,19 @@ class _Inliner:
         return self.name(key, name)
 
     def value(self, expression: ast.AST | None, call: _Call) -> object:
-        """The object of a variable or an attribute."""
+        """The object of a variable, an attribute, or an entry."""
+        if isinstance(expression, ast.Constant):
+            return expression.value
         if isinstance(expression, ast.Name):
             return call.value(expression.id)
+        if isinstance(expression, ast.Subscript):
+            container = self.value(expression.value, call)
+            return _entry(container, self.value(expression.slice, call))
+        if isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute):
+            if expression.func.attr != "get" or not expression.args:
+                return _UNKNOWN
+            container = self.value(expression.func.value, call)
+            return _entry(container, self.value(expression.args[0], call))
         if not isinstance(expression, ast.Attribute):
             return _UNKNOWN
         owner = self.value(expression.value, call)
@@ -323,6 +568,15 @@ class _Inliner:
         if id(owner) in self._saved or isinstance(owner, (type, ModuleType, FunctionType)):
             return False
         return hasattr(owner, "__dict__") and not is_stateless(type(owner).__module__)
+
+    def attribute_of(self, node: ast.Call, call: _Call) -> ast.expr:
+        """``object.name`` for ``getattr(object, name)``."""
+        if _name_of(node.func) != "getattr" or len(node.args) < 2:
+            return node
+        name = self.value(node.args[1], call)
+        if not isinstance(name, str):
+            return node
+        return _located(ast.Attribute(node.args[0], name, ast.Load()), node)
 
     def attribute(self, node: Any, call: _Call) -> None:
         """Note that nothing saves an attribute, if so."""
@@ -368,19 +622,8 @@ class _Inliner:
 
     def called(self, node: ast.Call, call: _Call) -> _Called | None:
         """The script's function that a call executes, if it is known."""
-        following = self._frames[self.depth] if self.depth < len(self._frames) else None
-        if following is not None and call.frame is self._frames[self.depth - 1]:
-            code = following.f_code
-            is_here = node.lineno <= call.frame.f_lineno <= (node.end_lineno or 0)
-            if is_here and _name_of(node.func) == code.co_name and not code.co_flags & _PAUSES:
-                tree = copy.deepcopy(tree_of(following))
-                function = _function_in(tree, code)
-                is_method = isinstance(node.func, ast.Attribute) and not isinstance(
-                    self.value(node.func.value, call), ModuleType
-                )
-                receiver = node.func.value if is_method else None  # type: ignore[attr-defined]
-                if function is not None:
-                    return _Called(function, self._enter(following, tree, call), receiver)
+        if (following := self._following(node, call)) is not None:
+            return following
         found, owner, receiver = self._method(node.func, call)
         is_saved = id(owner) in self._saved and not isinstance(owner, nn.Module)
         if found is None or is_saved or _name_of(node.func) in KEEPERS:
@@ -396,13 +639,38 @@ class _Inliner:
         if self._statements > _STATEMENTS:
             return None
         passed = _passed(node, code, receiver)
-        values = {name: self.value(given, call) for name, given in passed.items()}
+        values = _defaults(found, node) | {n: self.value(each, call) for n, each in passed.items()}
+        changing = {n for n, each in passed.items() if self._fixed(each, call) is _UNKNOWN}
         if receiver is not None:
             values[code.co_varnames[0]] = owner
+            changing.discard(code.co_varnames[0])
             self._known_as(owner, receiver)
         cells = dict(zip(code.co_freevars, found.__closure__ or (), strict=False))
-        inner = _Call(self._next(), code, found.__globals__, values, cells, call)
+        fixed = values.keys() - changing
+        inner = _Call(self._next(), code, found.__globals__, values, cells, call, fixed=fixed)
         return _Called(copy.deepcopy(function), inner, receiver)
+
+    def _following(
+        self, node: ast.Call, call: _Call, *, is_generator: bool = False
+    ) -> _Called | None:
+        """The function of the next frame, if a call is that one."""
+        if self.depth == len(self._frames) or call.frame is not self._frames[self.depth - 1]:
+            return None
+        following = self._frames[self.depth]
+        code = following.f_code
+        is_here = node.lineno <= call.frame.f_lineno <= (node.end_lineno or 0)
+        is_paused = bool(code.co_flags & _PAUSES)
+        if not is_here or _name_of(node.func) != code.co_name or is_paused != is_generator:
+            return None
+        tree = copy.deepcopy(tree_of(following))
+        function = _function_in(tree, code)
+        if function is None:
+            return None
+        is_method = isinstance(node.func, ast.Attribute) and not isinstance(
+            self.value(node.func.value, call), ModuleType
+        )
+        receiver = node.func.value if is_method else None  # type: ignore[attr-defined]
+        return _Called(function, self._enter(following, tree, call), receiver)
 
     def _method(
         self, function: ast.expr, call: _Call
@@ -460,6 +728,12 @@ class _Expressions(ast.NodeTransformer):
 
     visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _inner
 
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        is_true = self._inliner.decided(node, self._call)
+        if is_true is None:
+            return self.generic_visit(node)
+        return self.visit(node.body if is_true else node.orelse)  # type: ignore[no-any-return]
+
     def visit_arg(self, node: ast.arg) -> ast.AST:
         node.arg = self._inliner.variable(node.arg, self._call)
         return node
@@ -486,6 +760,8 @@ class _Expressions(ast.NodeTransformer):
             self.before.append(cycle[0])
             self.advanced.append(cycle[1])
             return _located(ast.Name(cycle[1].target.id, ast.Load()), node)  # type: ignore[union-attr]
+        if isinstance(node.func, ast.Call):
+            node.func = self._inliner.attribute_of(node.func, self._call)
         called = None if self.is_inner else self._inliner.called(node, self._call)
         self.generic_visit(node)
         if called is None:
@@ -501,6 +777,18 @@ class _Expressions(ast.NodeTransformer):
             return None
         advances.append(advance)
         return _located(ast.Name(advance.target.id, ast.Load()), node)  # type: ignore[union-attr]
+
+
+class _Yields(ast.NodeTransformer):
+    """Replaces the ``yield`` of a generator by the body of the loop that reads it."""
+
+    def __init__(self, replace: Callable[[ast.expr], list[ast.stmt]]) -> None:
+        self._replace = replace
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        if not isinstance(node.value, ast.Yield):
+            return node
+        return self._replace(node.value.value or ast.Constant(None))
 
 
 class _Attributes(ast.NodeTransformer):
@@ -571,12 +859,6 @@ def _without_returns(body: Sequence[ast.stmt], name: str, *, in_loop: bool = Fal
 
 def _ends(branch: Sequence[ast.stmt]) -> bool:
     return bool(branch) and isinstance(branch[-1], ast.Return)
-
-
-def _target_of_call(node: ast.stmt) -> ast.expr | None:
-    """The variable that gets the result of a call, such as a new object."""
-    is_single = isinstance(node, ast.Assign) and len(node.targets) == 1
-    return node.targets[0] if is_single and isinstance(node.value, ast.Call) else None  # type: ignore[attr-defined]
 
 
 def _assignment(name: str, value: ast.expr, where: ast.AST) -> ast.Assign:

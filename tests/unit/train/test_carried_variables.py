@@ -105,6 +105,14 @@ CARRIED = {
             least = min(least, value.item())
             optimizer.param_groups[0]["lr"] = rate
     """,
+    "a rate by keyword": """
+        rate = 0.1
+        for x, y in loader:
+            for group in optimizer.param_groups:
+                group.update(lr=rate)
+            loss(model(x), y).backward()
+            rate *= 0.9
+    """,
     "a factor of gradients": """
         factor = 1.0
         for x, y in loader:
@@ -600,8 +608,127 @@ call(train)
 """,
         "the position of weights restarts",
     ),
+    "what an option that is switched on later changes": (
+        """
+class Trainer:
+    def __init__(self):
+        self.is_annealed, self.weight = False, 1.0
+    def start(self):
+        self.is_annealed = True
+    def fit(self):
+        for batch in loader:
+            if self.is_annealed:
+                self.weight *= 0.5
+            batch.backward(self.weight)
+call(Trainer().fit)
+""",
+        "`self.weight *= 0.5` in fit",
+    ),
+    "a variable of a generator that the loop reads": (
+        """
+def annealed(batches):
+    scale = 1.0
+    for batch in batches:
+        yield batch, scale
+        scale *= 0.9
+def train():
+    for i, (batch, weight) in enumerate(annealed(loader)):
+        batch.backward(weight)
+call(train)
+""",
+        "`scale *= 0.9` in annealed",
+    ),
+    "an attribute of one of several callbacks": (
+        """
+class Warmup:
+    def __init__(self):
+        self.count = 0
+    def on_step(self, batch):
+        self.count += 1
+        batch.backward(self.count)
+class Printer:
+    def on_step(self, batch):
+        print(batch)
+class Trainer:
+    def __init__(self):
+        self.callbacks = {"step": [Printer(), Warmup()]}
+    def fire(self, event, batch):
+        for callback in self.callbacks.get(event, []):
+            getattr(callback, "on_step")(batch)
+    def fit(self):
+        for batch in loader:
+            self.fire("step", batch)
+call(Trainer().fit)
+""",
+        "`self.count += 1` in on_step",
+    ),
+    "a history by which gradients are clipped": (
+        """
+from torch.nn.utils import clip_grad_norm_
+class Clip:
+    def __init__(self):
+        self.norms = []
+    def __call__(self, batch):
+        self.norms.append(2.0)
+        clip_grad_norm_([], sum(self.norms) / len(self.norms))
+clip = Clip()
+def train():
+    for batch in loader:
+        batch.backward(1.0)
+        clip(batch)
+call(train)
+""",
+        "`self.norms.append(2.0)` in __call__",
+    ),
+    "an object that a method returns, in a function that evaluates": (
+        """
+class Control:
+    def __init__(self):
+        self.weight = 1.0
+    def eval(self):
+        return self
+    def lowered(self, control):
+        control.weight *= 0.9
+        return control
+def train():
+    control = Control()
+    control.eval()
+    for batch in loader:
+        batch.backward(control.weight)
+        control = control.lowered(control)
+call(train)
+""",
+        "`control.weight *= 0.9` in lowered",
+    ),
 }
 HARMLESS = {
+    "options that are off": """
+from types import SimpleNamespace
+class Trainer:
+    def __init__(self, options):
+        self.options, self.is_annealed, self.weight = options, options.anneal, 1.0
+    def fit(self, average=None):
+        for batch in loader:
+            if average is not None or (self.options.anneal and batch):
+                self.weight *= 0.5
+            batch.backward(self.used(0.5 if self.is_annealed else 1.0))
+    def used(self, scale):
+        if not self.options.anneal:
+            return scale
+        self.weight = self.weight * scale
+        return self.weight
+trainer = Trainer(SimpleNamespace(anneal=False))
+call(trainer.fit)
+""",
+    "a list that each step empties": """
+losses = []
+def train():
+    for batch in loader:
+        del losses[:]
+        losses.append(1.0)
+        batch.backward(losses)
+call(train)
+""",
     "meters and counts that are printed": METER
     + """
 class Trainer:

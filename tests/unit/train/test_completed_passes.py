@@ -58,7 +58,7 @@ def test_a_loop_of_passes_over_the_index_repeats_the_code_after_a_complete_pass_
     with process(tmp_path) as run:
         script = job(run)
         run.state["passes begun"] = 7  # before the loop, which undoes it
-        while len(batches) < 3:
+        for _ in range(3):
             first = script.loader.index if reads_index_first else None
             remaining = iter(script.loader)
             numbers = range(script.loader.index if first is None else first, len(script.loader))
