@@ -32,6 +32,7 @@ from elastic.train.checks import (
     tree_of_file,
 )
 from elastic.train.inlining import KEEPERS, Inlined, inlined, plain_name, source_of, text_of
+from elastic.train.periods import Periods
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -42,6 +43,8 @@ _RESUMED = frozenset({"state", "index", "position", "epoch", "number", "epochs",
 _ITERATORS = frozenset({"iter", "enumerate", "zip", "cycle", "map", "tqdm"})
 _SETTINGS = frozenset({"lr", "betas", "eps", "momentum", "weight_decay", "alpha"})
 _TRAINS = frozenset({"backward", "param_groups"})
+# A progress bar, or when gradients are summed, which has to fit the updates (train/sharded.py).
+_SETS_OTHERS = ("set_postfix", "set_description", "set_requires_", "set_is_last_backward")
 _CONTAINERS = frozenset(
     {"list", "dict", "deque", "set", "defaultdict", "OrderedDict", "Counter", "clone", "deepcopy"}
     | {"zeros", "ones", "full", "empty", "rand", "randn", "tensor", "arange", "as_tensor"}
@@ -49,6 +52,7 @@ _CONTAINERS = frozenset(
 )
 _ADDS = frozenset({"append", "appendleft", "extend", "insert", "add", "update"})
 _REPLACES = frozenset({"clear", "zero_", "fill_", "copy_"})
+_OF_WEIGHTS = frozenset({"parameters", "named_parameters", "buffers", "state_dict"})
 
 
 @dataclass(frozen=True)
@@ -126,13 +130,22 @@ def _refusal(
         else "a restarted job resumes from its last checkpoint, but runs the script again"
     )
     key = name.rpartition(".")[2]
-    if carried.name in function.iterators:
+    if name.startswith("enumerate("):
+        keeps = "enumerate(loader, start=loader.index), or start=1 + loader.index to count from 1"
+        changed = f"the count of {name}"
+    elif carried.name in function.iterators:
         state = f"run.state[{key!r}]"
         keeps = (
             f"keep its position: run.state.setdefault({key!r}, 0) before the loop, and for each "
             f"item values[{state} % len(values)] and {state} += 1"
         )
         changed = f"the position of {name}"
+    elif carried.name in function.buffers:
+        keeps = (
+            f"make it a buffer of its module, register_buffer({key!r}, …), with the same value on "
+            "all ranks, and run.track(…) or run.wrap the module"
+        )
+        changed = name
     else:
         start = "where each epoch begins" if carried.is_reset else "before the loop"
         value = f"[{key!r}] = …" if carried.is_reset else f".setdefault({key!r}, …)"
@@ -167,7 +180,7 @@ def carried_variables(
         candidates = changes.keys() & _read_before(loop) - kept
         if not candidates:
             continue
-        flow = _Flow(trains, _called(loop))
+        flow = _Flow(trains, _called(loop), loop)
         after = flow.loop(loop, {name: frozenset({name}) for name in candidates})
         flow.follow(_after(function, loop), after)
         for name in sorted(candidates - seen):
@@ -539,8 +552,18 @@ class _Reads:
         """Returns the names that are assigned after an expression."""
         if node is None:
             return known
-        self.names |= set(_loads(node)) - known
-        return known | {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
+        ends: dict[str, tuple[int, int]] = {}  # where variables are assigned in the expression
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.NamedExpr):
+                ends[inner.target.id] = (inner.end_lineno or 0, inner.end_col_offset or 0)
+        reads = (n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in ends)
+        earlier = {
+            n.id
+            for n in reads
+            if isinstance(n.ctx, ast.Load) and (n.lineno, n.col_offset) < ends[n.id]
+        }
+        self.names |= set(_loads(node)) - known - (ends.keys() - earlier)
+        return known | ends.keys()
 
     def _statement(self, node: ast.stmt, known: set[str]) -> set[str] | None:
         if isinstance(node, ast.If):
@@ -654,7 +677,8 @@ class _Flow:
     """Follows the values of carried variables through a loop's body and what follows it, and notes
     where they train, or decide when the training ends."""
 
-    def __init__(self, trains: Collection[str], called: Collection[str]) -> None:
+    def __init__(self, trains: Collection[str], called: Collection[str], loop: Loop) -> None:
+        self._periods = Periods(loop)
         self._trains = trains
         self._called = called
         self._inner_loops = -1
@@ -666,19 +690,27 @@ class _Flow:
         self._block(body, now, _NONE)
         self._inner_loops -= 1
 
-    def loop(self, loop: ast.For | ast.AsyncFor | ast.While, before: _Origins) -> _Origins:
-        """Returns the origins of each variable's value after the loop."""
+    def loop(
+        self,
+        loop: ast.For | ast.AsyncFor | ast.While,
+        before: _Origins,
+        counts: frozenset[str] = _NONE,
+    ) -> _Origins:
+        """Returns the origins of each variable's value after the loop. ``counts``: on which it
+        depends whether there is a loop."""
         self._inner_loops += 1
-        after = self._loop(loop, before)
+        after = self._loop(loop, before, counts)
         self._inner_loops -= 1
         return after
 
-    def _loop(self, loop: ast.For | ast.AsyncFor | ast.While, before: _Origins) -> _Origins:
-        now, decides = before, _NONE
+    def _loop(
+        self, loop: ast.For | ast.AsyncFor | ast.While, before: _Origins, counts: frozenset[str]
+    ) -> _Origins:
+        now, decides = before, counts
         while True:
             if isinstance(loop, ast.While):
-                decides = self._of(loop.test, now)
-                inside = now
+                inside = self._named(loop.test, now)
+                decides = counts | self._of(loop.test, inside)
             else:
                 self._note(loop.iter, now)
                 inside = _with(now, _targets(loop.target), self._of(loop.iter, now))
@@ -697,12 +729,19 @@ class _Flow:
     def _statement(self, node: ast.stmt, now: _Origins, decides: frozenset[str]) -> _Origins:
         if isinstance(node, ast.If):
             self._note(node.test, now)
+            now = self._named(node.test, now)
             if self._inner_loops == 0 and _leaves(node):
                 self._train(node.test, self._of(node.test, now))
-            inner = decides | (_NONE if _is_remainder(node.test) else self._of(node.test, now))
+            origins = self._of(node.test, now)
+            counts = origins & self._periods.counts
+            if _trains_somewhere(node):
+                self._train(node.test, counts)
+            if _is_remainder(node.test) and _trains_at_times(node):
+                self._train(node.test, origins - counts)
+            inner = decides | self._of_condition(node.test, now)
             return _join(self._block(node.body, now, inner), self._block(node.orelse, now, inner))
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
-            return self.loop(node, now)
+            return self.loop(node, now, decides & self._periods.counts)
         if isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
                 self._note(item.context_expr, now)
@@ -728,16 +767,15 @@ class _Flow:
     def _plain(self, node: ast.stmt, now: _Origins, decides: frozenset[str]) -> _Origins:
         for expression in _expressions(node):
             self._note(expression, now)
-            if isinstance(expression, ast.NamedExpr):
-                now = _with(now, {expression.target.id}, self._of(expression.value, now))
+        now = self._named(node, now)
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 now = self._assign(target, node.value, now, decides)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             now = self._assign(node.target, node.value, now, decides)
         elif isinstance(node, ast.AugAssign):
-            both = self._of(node.value, now) | self._of(_as_load(node.target), now) | decides
-            now = self._store(node.target, both, now)
+            both = self._of(node.value, now) | self._of(_as_load(node.target), now)
+            now = self._store(node.target, both, now, decides)
         elif isinstance(node, ast.Delete) and (replaced := _replaced(node)) is not None:
             now = _with(now, {replaced}, _NONE)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -758,16 +796,24 @@ class _Flow:
             and len(target.elts) == len(value.elts)
         ):
             pairs = list(zip(target.elts, value.elts, strict=True))
-        origins = [(each, self._of(given, now) | decides) for each, given in pairs]
-        for each, given in origins:
-            now = self._store(each, given, now)
+        origins = [
+            self._of(v, now) if isinstance(v, ast.BinOp) else self._of_condition(v, now)
+            for _, v in pairs
+        ]
+        for (each, _), given in zip(pairs, origins, strict=True):
+            now = self._store(each, given, now, decides)
         return now
 
-    def _store(self, target: ast.expr, origins: frozenset[str], now: _Origins) -> _Origins:
+    def _store(
+        self, target: ast.expr, value: frozenset[str], now: _Origins, decides: frozenset[str]
+    ) -> _Origins:
+        origins = value | decides
         if isinstance(target, (ast.Tuple, ast.List, ast.Name, ast.Starred)):
             return _with(now, _targets(target), origins)
         if _is_training_state(target):
-            self._train(target, origins)
+            # In some steps, an evaluation may replace the weights, and give them back.
+            is_swap = isinstance(target, ast.Attribute) and target.attr == "data"
+            self._train(target, origins - (decides & self._periods.counts if is_swap else _NONE))
             return now
         if _is_kept(target):
             return now
@@ -778,8 +824,28 @@ class _Flow:
         is_part = isinstance(target, ast.Subscript) or _root(target) in self._called
         return _with(now, {_root(target)}, before | origins) if is_part else now
 
+    def _named(self, node: ast.AST, now: _Origins) -> _Origins:
+        for inner in (n for n in ast.walk(node) if isinstance(n, ast.NamedExpr)):
+            now = _with(now, {inner.target.id}, self._of(inner.value, now))
+        return now
+
     def _of(self, expression: ast.AST, now: _Origins) -> frozenset[str]:
-        return _NONE.union(*(now.get(name, _NONE) for name in _loads(expression)))
+        origins = _NONE.union(*(now.get(name, _NONE) for name in _loads(expression)))
+        if counts := origins & self._periods.counts:
+            rest = _loads(self._periods.without_same(expression))
+            origins -= counts - _NONE.union(*(now.get(name, _NONE) for name in rest))
+        return origins
+
+    def _of_condition(self, expression: ast.expr, now: _Origins) -> frozenset[str]:
+        """Without remainders of other counts than enumerate's, which select the batches of an
+        accumulation, or the steps of a report."""
+        if isinstance(expression, ast.BoolOp):
+            return _NONE.union(*(self._of_condition(part, now) for part in expression.values))
+        if isinstance(expression, ast.UnaryOp):
+            return self._of_condition(expression.operand, now)
+        is_choice = isinstance(expression, (ast.Compare, ast.BinOp)) and _is_remainder(expression)
+        origins = self._of(expression, now)
+        return origins & self._periods.counts if is_choice else origins
 
     def _of_arguments(self, call: ast.Call, now: _Origins) -> frozenset[str]:
         return _NONE.union(*(self._of(value, now) for value in (*call.args, *call.keywords)))
@@ -790,8 +856,12 @@ class _Flow:
             name = _name_of(call.func)
             if name == "backward":
                 self._train(call, self._of(call, now))
-            elif name in self._trains or name == "step" or _sets(call) or _changes_state(call):
+            elif name in self._trains or name == "step" or _sets(call) or _changes_job(call):
                 self._train(call, self._of_arguments(call, now))
+            elif _changes_state(call):
+                origins = self._of_arguments(call, now)
+                counts = self._periods.counts if _is_replacement(call) else _NONE
+                self._train(call, origins - counts)
 
     def _train(self, use: ast.expr, origins: frozenset[str]) -> None:
         for name in origins:
@@ -830,13 +900,17 @@ def _sets(call: ast.Call) -> bool:
     """Whether a call sets a rate, or clips gradients: ``group.update(lr=…)``."""
     name = _name_of(call.func)
     if name.startswith(("set_", "clip_grad")):
-        return not name.startswith(("set_postfix", "set_description"))
+        return not name.startswith(_SETS_OTHERS)
     return name == "update" and any(keyword.arg in _SETTINGS for keyword in call.keywords)
 
 
 def _changes_state(call: ast.Call) -> bool:
     is_method = isinstance(call.func, ast.Attribute)
     return is_method and _is_in_place(call) and _is_training_state(call.func.value)  # type: ignore[attr-defined]
+
+
+def _changes_job(call: ast.Call) -> bool:
+    return getattr(call, "changes_job", False)
 
 
 def _is_training_state(target: ast.expr) -> bool:
@@ -848,8 +922,44 @@ def _is_training_state(target: ast.expr) -> bool:
 
 
 def _is_remainder(test: ast.expr) -> bool:
-    """Of a count: it selects the batches of an accumulation, or the steps of a report."""
     return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in ast.walk(test))
+
+
+def _trains_somewhere(node: ast.If) -> bool:
+    """Whether a branch computes or changes gradients, or updates weights, rates or averages. An
+    evaluation may replace weights, and give them back."""
+    weights = {
+        name
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.For) and _names_called(inner.iter) & _OF_WEIGHTS
+        for name in _targets(inner.target)
+    }
+    return any(
+        _name_of(call.func) in ("backward", "step")
+        or _sets(call)
+        or _changes_job(call)
+        or (_is_in_place(call) and _receiver(call) in weights and not _is_replacement(call))
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and "prof" not in _root(call.func)
+    )
+
+
+def _names_called(tree: ast.AST) -> set[str]:
+    return {_name_of(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+
+
+def _is_replacement(call: ast.Call) -> bool:
+    return _name_of(call.func) in _REPLACES and _receiver(call) not in _loads(ast.Tuple(call.args))
+
+
+def _trains_at_times(node: ast.If) -> bool:
+    """Whether a branch computes gradients that other steps lack, as for the generator of a GAN, or
+    updates an average of the weights: not as the batches of an accumulation, and after them."""
+    names = _names_called(node)
+    if "backward" in names:
+        return "no_sync" not in names
+    calls = (n for n in ast.walk(node) if isinstance(n, ast.Call))
+    return "step" not in names and any(map(_changes_job, calls))
 
 
 def _with(now: _Origins, names: Iterable[str], origins: frozenset[str]) -> _Origins:

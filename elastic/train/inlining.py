@@ -66,6 +66,8 @@ KEEPERS = frozenset({"track", "wrap", "loader", "shard", "build", "prepare", "se
 _OF_MODULES = frozenset(vars(nn.Module()))
 _PAUSES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _CONSTANTS = (bool, int, float, str)
+_BARS = frozenset({"tqdm", "track"})  # tqdm's and rich's, around enumerate(loader)
+_SCHEDULERS = ("sched", "lr", "warmup", "prof")  # in names
 _ELEMENTS = 16  # of a loop over callbacks
 _SEARCHED = 200  # objects that an iterator may refer to
 
@@ -78,6 +80,7 @@ class Inlined:
     loops: list[Loop]  # around the current line, the outermost first
     code: CodeType  # of the innermost call
     iterators: Collection[str]  # variables that stand for the positions of iterators
+    buffers: Collection[str]  # variables that stand for tensors of modules
 
 
 def inlined(frames: Iterable[FrameType], saved: Collection[int] = ()) -> Iterator[Inlined]:
@@ -308,6 +311,7 @@ class _Inliner:
         self._calls = self._statements = 0
         self._loops: list[Loop] = []
         self._iterators: set[str] = set()
+        self._buffers: set[str] = set()
         self.depth = 0
 
     def result(self) -> Inlined:
@@ -331,7 +335,8 @@ class _Inliner:
         containers = [_assignment(name, ast.List([], ast.Load()), tree) for name in before]
         root.body[:0] = containers
         innermost = self._frames[self.depth - 1].f_code
-        return Inlined(ast.fix_missing_locations(tree), self._loops, innermost, self._iterators)
+        ast.fix_missing_locations(tree)
+        return Inlined(tree, self._loops, innermost, self._iterators, self._buffers)
 
     def _enter(self, frame: FrameType, tree: ast.AST, caller: _Call | None) -> _Call:
         """Begin with the function of the next frame."""
@@ -371,6 +376,7 @@ class _Inliner:
             yield from self._yielding(node, generator, call)
             return
         elements = self._elements(node, call) if isinstance(node, ast.For) else []
+        index = self._index(node, call) if isinstance(node, ast.For) else []
         owner, created = self._created_by(node, call)
         expressions = _Expressions(self, call)
         expressions.is_inner = (node.end_lineno or 0) < call.first_line
@@ -386,7 +392,7 @@ class _Inliner:
                 parts = (ast.expr, ast.withitem)
                 visited = [expressions.visit(v) if isinstance(v, parts) else v for v in value]
                 setattr(node, name, visited)
-        yield from expressions.before
+        yield from (*expressions.before, *index[:1])
         for part in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
             for name in ("body", "orelse", "finalbody"):
                 if isinstance(inner := getattr(part, name, None), list):
@@ -395,7 +401,7 @@ class _Inliner:
         if isinstance(node, ast.While):
             node.body += copy.deepcopy(expressions.before)
         elif isinstance(node, (ast.For, ast.AsyncFor)):
-            node.body[:0] = expressions.advanced
+            node.body[:0] = [*index[1:], *expressions.advanced]
         yield node
         if self._is_plain(owner) or is_own_iterator(owner):
             again = ast.Assign([], ast.Tuple(copy.deepcopy(created.args), ast.Load()))
@@ -428,6 +434,7 @@ class _Inliner:
     ) -> Iterator[ast.stmt]:
         """The generator, with the loop's body in the place of each ``yield``."""
         head, called = generator
+        index = self._index(node, call, is_generator=True)
         self._loops = [loop for loop in self._loops if loop is not node]
         expressions = _Expressions(self, call)
         expressions.generic_visit(head)
@@ -438,9 +445,9 @@ class _Inliner:
 
         def replace(value: ast.expr) -> list[ast.stmt]:
             given = _located(ast.Assign([copy.deepcopy(target)], value), node)
-            return [given, *copy.deepcopy(body)]
+            return [given, *copy.deepcopy([*index[1:], *body])]
 
-        yield from expressions.before
+        yield from (*expressions.before, *index[:1])
         yields = _Yields(replace)
         yield from (yields.visit(statement) for statement in statements)
         yield from self.block(node.orelse, call)
@@ -454,8 +461,10 @@ class _Inliner:
         if not isinstance(value, (list, tuple)) or not 0 < len(value) <= _ELEMENTS:
             return []
         is_current = any(node is loop for loop in self._loops)
-        is_usable = isinstance(node.target, ast.Name) and not is_current
-        return list(value) if is_usable and any(map(_has_source, value)) else []
+        if is_current or not isinstance(node.target, ast.Name) or not any(map(_has_source, value)):
+            return []
+        self._statements += len(value) * sum(isinstance(n, ast.stmt) for n in ast.walk(node))
+        return list(value) if self._statements <= _STATEMENTS else []
 
     def _for_each(self, elements: Iterable[object], node: ast.For, call: _Call) -> list[ast.stmt]:
         """A loop's body, for each of its objects."""
@@ -594,7 +603,9 @@ class _Inliner:
             node.variable = (id(owner), node.attr)
             self._outside[node.variable] = value
             node.spelled = ast.unparse(node)
-            self.name(node.variable, f"{self._known_as(owner, node.value)}.{node.attr}")
+            name = self.name(node.variable, f"{self._known_as(owner, node.value)}.{node.attr}")
+            if isinstance(owner, nn.Module) and isinstance(value, torch.Tensor):
+                self._buffers.add(name)
 
     def _known_as(self, owner: object, expression: ast.expr) -> str:
         """Its first name: that of the outermost function, not ``self`` of a method."""
@@ -618,7 +629,56 @@ class _Inliner:
         advance = _advance(name, ast.unparse(node), node)
         return _assignment(name, ast.Constant(0), node), advance
 
+    def _index(self, node: ast.For, call: _Call, *, is_generator: bool = False) -> list[ast.stmt]:
+        """Statements that create, use and advance the count of ``enumerate(loader)``, which begins
+        again where the loop resumes, unless it starts at ``loader.index``."""
+        is_current = self._loops[-1:] == [node] or is_generator
+        if not is_current or self.depth < len(self._frames):
+            return []
+        head, target = node.iter, node.target
+        if isinstance(head, ast.Call) and _name_of(head.func) in _BARS and head.args:
+            head = head.args[0]
+        if not (isinstance(head, ast.Call) and _name_of(head.func) == "enumerate" and head.args):
+            return []
+        starts = [*head.args[1:], *(keyword.value for keyword in head.keywords)]
+        read = self.value(head.args[0], call)
+        is_restarted = all(isinstance(start, ast.Constant) for start in starts)
+        is_own = isinstance(read, (Iterator, list, tuple, range))  # within a step
+        first = target.elts[0] if isinstance(target, ast.Tuple) else None
+        if not is_restarted or is_own or not isinstance(first, ast.Name):
+            return []
+        name = self.name((call.number, head.lineno, head.col_offset), ast.unparse(head))
+        self._iterators.add(name)
+        advance: Any = _advance(name, ast.unparse(head), node)
+        advance.code = call.code
+        count: Any = ast.Name(name, ast.Load())
+        count.start = next((start.value for start in starts), 0)  # type: ignore[attr-defined]
+        count.length = _length(read)
+        used = _assignment(self.variable(first.id, call), count, node)
+        return [_assignment(name, ast.Constant(0), node), used, advance]
+
+    def number(self, node: ast.expr, call: _Call) -> float | None:
+        """The number that an expression is when the first step begins, if it is known."""
+        if isinstance(node, ast.Call):
+            return _length(self.value(node.args[0], call)) if node.args else None
+        value = self.value(node, call)
+        return value if isinstance(value, (int, float)) else None
+
     # -- calls --------------------------------------------------------------------------------
+
+    def changes_job(self, node: ast.Call, call: _Call) -> bool:
+        """Whether a call updates an object of the job's state, such as an average of weights."""
+        if not isinstance(node.func, ast.Attribute) or not node.func.attr.startswith("update"):
+            return False
+        return id(self.value(node.func.value, call)) in self._saved
+
+    def updates(self, node: ast.Call, call: _Call) -> bool:
+        """Whether an optimizer updates weights in a call, and not a scheduler its rate."""
+        if not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
+            return False
+        owner = self.value(node.func.value, call)
+        text = ast.unparse(node.func.value).lower()
+        return not (hasattr(owner, "get_last_lr") or any(part in text for part in _SCHEDULERS))
 
     def called(self, node: ast.Call, call: _Call) -> _Called | None:
         """The script's function that a call executes, if it is known."""
@@ -738,19 +798,21 @@ class _Expressions(ast.NodeTransformer):
         node.arg = self._inliner.variable(node.arg, self._call)
         return node
 
-    def visit_Name(self, node: ast.Name) -> ast.AST:
+    def visit_Name(self, node: Any) -> Any:
+        node.number = self._inliner.number(node, self._call)
         if self.is_head and (position := self._position(node, self.advanced)):
             return position
         node.id = self._inliner.variable(node.id, self._call)
         return node
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+    def visit_Attribute(self, node: Any) -> Any:
+        node.number = self._inliner.number(node, self._call)
         if self.is_head and (position := self._position(node, self.advanced)):
             return position
         self._inliner.attribute(node, self._call)
         return self.generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
+    def visit_Call(self, node: Any) -> Any:
         is_next = _name_of(node.func) == "next" and node.args and not self.is_inner
         if is_next and (position := self._position(node.args[0], self.before)):
             node.args[0] = position
@@ -762,11 +824,17 @@ class _Expressions(ast.NodeTransformer):
             return _located(ast.Name(cycle[1].target.id, ast.Load()), node)  # type: ignore[union-attr]
         if isinstance(node.func, ast.Call):
             node.func = self._inliner.attribute_of(node.func, self._call)
+        changes_job = self._inliner.changes_job(node, self._call)
+        node.changes_job = changes_job
+        node.updates = self._inliner.updates(node, self._call)
+        if _name_of(node.func) == "len":
+            node.number = self._inliner.number(node, self._call)
         called = None if self.is_inner else self._inliner.called(node, self._call)
         self.generic_visit(node)
         if called is None:
             return node
         statements, result = self._inliner.inline(node, called)
+        self.before += [_located(ast.Expr(node), node)] if changes_job else []
         self.before += statements
         return result
 
@@ -885,6 +953,13 @@ def _located(node: _Node, where: ast.AST) -> _Node:
 
 def _name_of(function: ast.expr) -> str:
     return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except Exception:  # noqa: BLE001  code of the script, which has no length for a stream
+        return None
 
 
 def _is_container(value: object) -> bool:

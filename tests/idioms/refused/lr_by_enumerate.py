@@ -4,7 +4,7 @@ After a death, a loop may resume in the middle of an epoch, where the index woul
 step. `enumerate(loader, start=loader.index)` keeps it correct. A count that is only printed is not
 refused.
 
-Refused: the learning rate changes in every step, and follows a count from enumerate(loader)
+Refused: the count of enumerate(
 """
 
 import math

@@ -4,7 +4,7 @@ As in the documentation of `CosineAnnealingWarmRestarts`. After a death, a loop 
 middle of an epoch, where the index would be that of another step. `enumerate(loader,
 start=loader.index)` keeps it correct.
 
-Refused: scheduler.step(epoch + i / len(loader)) gets a count from enumerate(loader)
+Refused: the count of enumerate(
 """
 
 import torch

@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -121,6 +122,13 @@ CARRIED = {
                 parameter.grad.mul_(factor)
             factor *= 0.9
     """,
+    "a value that a condition assigns": """
+        count = 0
+        for x, y in loader:
+            count += 1
+            if (factor := 0.9 ** count) > 0.5:
+                (loss(model(x), y) * factor).backward()
+    """,
     "a loop of next()": """
         batches, previous = iter(loader), 0.0
         while run.state["step"] < 9:
@@ -187,6 +195,11 @@ NOT_CARRIED = {
             for t in range(5):
                 h = cell(x[t], h)
             h.sum().backward()
+    """,
+    "what a condition assigns and reads": """
+        for x, y in loader:
+            if (weight := len(x)) > 2 and weight < 9:
+                (loss(model(x), y) * weight).backward()
     """,
     "what both branches assign": """
         for x, y in loader:
@@ -368,12 +381,17 @@ class Scheduler:
     def step(self, value: float) -> None:
         """Set a rate."""
 
+    def update(self, value: float) -> None:
+        """Move an average."""
+
 
 SCHEDULER = Scheduler()
 
 
 class Loader:
     """Looks when the first step begins, as the loop over steps does."""
+
+    index = 0
 
     def __init__(self, *, is_saved: bool = False, **given: Collection[object]) -> None:
         self._given: dict[str, Any] = {"is_saved": is_saved, "saved": {id(SCHEDULER)}, **given}
@@ -383,8 +401,18 @@ class Loader:
         yield Batch()
 
 
+class SizedLoader(Loader):
+    def __len__(self) -> int:
+        return 16
+
+
 def retry(function: Callable[[], object]) -> object:
     return function()
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    yield
 
 
 def start(function: Callable[[], object]) -> object:
@@ -406,10 +434,37 @@ def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         linecache.clearcache()
         runpy.run_path(
             str(path),
-            init_globals={"call": call, "loader": loader, "scheduler": SCHEDULER, **names},
+            init_globals={
+                "call": call,
+                "loader": loader,
+                "scheduler": SCHEDULER,
+                "optimizer": SCHEDULER,
+                "no_sync": no_sync,
+                **names,
+            },
         )
 
     return run
+
+
+def test_a_tensor_of_a_module_is_to_become_a_buffer(run_script: Callable[..., None]) -> None:
+    text = """
+import torch
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.center = torch.zeros(1)
+    def forward(self, x):
+        self.center = self.center * 0.9 + x
+        return self.center
+loss = Loss()
+def train():
+    for batch in loader:
+        batch.backward(loss(1.0))
+call(train)
+"""
+    with pytest.raises(TrainingError, match=r"register_buffer\('center', …\)"):
+        run_script(retry, Loader(), text)
 
 
 def test_the_error_names_the_change_its_use_and_what_replaces_it(
@@ -624,6 +679,54 @@ call(Trainer().fit)
 """,
         "`self.weight *= 0.5` in fit",
     ),
+    "the index of a batch": (
+        """
+def train():
+    for i, batch in enumerate(loader):
+        batch.backward(0.9 ** i)
+call(train)
+""",
+        "the count of enumerate(loader) restarts",
+    ),
+    "which batches train a generator, by the index": (
+        """
+def train():
+    for i, batch in enumerate(batches()):
+        batch.backward(1.0)
+        if i % 3 == 0:
+            batch.backward(0.5)
+def batches():
+    for batch in loader:
+        yield batch
+call(train)
+""",
+        "the count of enumerate(batches()) restarts",
+    ),
+    "the last batch of an accumulation, by the index": (
+        """
+def train():
+    for i, batch in enumerate(loader):
+        is_last = i + 1 == 16
+        batch.backward(1.0)
+        if (i + 1) % 3 == 0 or is_last:
+            scheduler.step(None)
+call(train)
+""",
+        "the count of enumerate(loader) restarts",
+    ),
+    "which batches move an average, by a count": (
+        """
+def train():
+    count = 0
+    for batch in loader:
+        batch.backward(1.0)
+        count += 1
+        if count % 2 == 0:
+            scheduler.update(batch)
+call(train)
+""",
+        "`count += 1` in train",
+    ),
     "a variable of a generator that the loop reads": (
         """
 def annealed(batches):
@@ -702,6 +805,26 @@ call(train)
     ),
 }
 HARMLESS = {
+    "the index of an accumulation, of a report, and from the loader": """
+def train():
+    for i, batch in enumerate(loader):
+        if (i + 1) % 4:
+            with no_sync():
+                value = batch.backward(1.0)
+        needs_update = (i + 1) % 4 == 0
+        if not needs_update:
+            with no_sync():
+                value = batch.backward(1.0)
+        else:
+            value = batch.backward(1.0)
+        if needs_update:
+            optimizer.step(None)
+        if i % 10 == 0:
+            print(i, value)
+    for i, batch in enumerate(loader, start=loader.index):
+        batch.backward(0.9 ** i)
+call(train)
+""",
     "options that are off": """
 from types import SimpleNamespace
 class Trainer:
@@ -859,6 +982,61 @@ call(train)
     run_script(retry, Loader(saved={id(weights)}), text, weights=weights)
     with pytest.raises(TrainingError, match=r"weights\[0\] \*= 0.9"):
         run_script(retry, Loader(), text, weights=weights)
+
+
+SAME = {  # an update, and an average in some steps: the same wherever the loop resumes
+    "loader": ("(i + 1) % 4 == 0", "(i + 1) % 4 == 0"),
+    "loader, 1": ("i % n == 0", "not i % 2"),
+    "loader, start=0": ("i % n == n - 1 and batch", "i % n == 0"),
+    "tqdm(loader)": ("not (i + 1) % unknown()", "(i + 1) % unknown() == 0"),
+    "tqdm(loader), 0": ("(is_last := (i + 1) % n == 0 and batch) and batch", "is_last"),
+}
+OTHER = {
+    "loader": ("i % 4 == 0", "False"),
+    "loader, 1": ("(i + 1) % 4 == 0", "False"),
+    "loader, 0": ("(i + 1) % n == 0 or i + 1 == 18", "False"),
+    "loader, start=0": ("(i + 1) % n == 0", "(i + 1) % 8 == 0"),
+    "tqdm(loader)": ("True", "i % 50 == 0"),
+}
+
+
+@pytest.mark.parametrize(
+    ("head", "tests", "is_same"),
+    [(h, t, True) for h, t in SAME.items()] + [(h, t, False) for h, t in OTHER.items()],
+)
+def test_accumulations_are_the_same_wherever_their_count_begins(
+    run_script: Callable[..., None], head: str, tests: tuple[str, str], is_same: bool
+) -> None:
+    text = f"""
+n = 4
+def train():
+    for i, batch in enumerate({head}):
+        batch.backward(1.0)
+        if {tests[0]}:
+            optimizer.step(None)
+        if {tests[1]}:
+            scheduler.update(batch)
+call(train)
+"""
+    names = {"tqdm": lambda given: given, "unknown": lambda: 4}
+    with nullcontext() if is_same else pytest.raises(TrainingError, match="the count of enumerate"):
+        run_script(retry, Loader(), text, **names)
+
+
+def test_the_last_batch_of_an_epoch_ends_an_accumulation_that_divides_it(
+    run_script: Callable[..., None],
+) -> None:
+    text = """
+def train():
+    for i, batch in enumerate(loader):
+        batch.backward(1.0)
+        if (i + 1) % n == 0 or i + 1 == len(loader):
+            optimizer.step(None)
+call(train)
+"""
+    run_script(retry, SizedLoader(), text, n=4)
+    with pytest.raises(TrainingError, match=r"or i \+ 1 == len\(loader\)"):
+        run_script(retry, SizedLoader(), text, n=3)
 
 
 def test_a_job_refuses_such_a_variable_in_its_first_step_also_while_a_debugger_traces() -> None:

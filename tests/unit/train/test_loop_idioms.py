@@ -748,8 +748,8 @@ def test_enumerate_after_a_recovery_logs_a_warning(
         run.state["passes"] = 0
         for attempt in TWICE:
             assert ("counts from" in caplog.text) is False
-            for i, (x, y) in enumerate(script.loader):
-                if attempt == 0 and i == 2:
+            for _, (x, y) in enumerate(script.loader):
+                if attempt == 0 and script.loader.index == 2:
                     break
                 script.update(x, y)
             undo_step(run) if attempt == 0 else None

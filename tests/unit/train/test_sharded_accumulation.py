@@ -101,7 +101,7 @@ def test_weight_changes_by_the_script_are_detected_in_any_step(
 
         def loop() -> None:
             for _ in run.epochs(1):
-                for number, (x, y) in enumerate(loader):
+                for number, (x, y) in enumerate(loader, start=loader.index):
                     learned.append(parts.session.progress.rollback.needs_copies)
                     if number == 3:
                         change(model)
