@@ -91,11 +91,11 @@ class ClusterBackend:
         self._tests = 0
 
     def next_test(self) -> None:
-        """Kill a member before every fourth test, and restart it two tests later."""
+        """Stop a member before every fourth test, and start it again two tests later."""
         turn, phase = divmod(self._tests, 4)
         victim = self._cluster.members[turn % 3]
         if phase == 1:
-            victim.kill()
+            victim.stop()
         elif phase == 3:
             victim.start()
         self._tests += 1
@@ -104,7 +104,7 @@ class ClusterBackend:
         return open_etcd(self._cluster.endpoint)
 
     def interrupt(self, client: KeyValue) -> None:
-        """Kill the member that the client uses, with all members up again afterwards."""
+        """Restart the member that the client uses, with all members up again afterwards."""
         assert isinstance(client, EtcdStore)
         self._cluster.start()
         used = eventually(lambda: client.endpoint, "the client is connected")
