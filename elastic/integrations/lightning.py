@@ -624,12 +624,23 @@ class Logs:
         if kind == "TensorBoardLogger" and logger._experiment is None and self._is_resumed:
             logger._kwargs["purge_step"] = self._trainer.fit_loop.epoch_loop._batches_that_stepped
         if kind == "CSVLogger" and (logger._experiment is None or self._is_resumed):
-            path = Path(logger.log_dir, "metrics.csv")
-            lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-            writer = logger.experiment  # removes the file if it opens it
-            if lines:
-                path.write_text("".join(lines[: 1 + entries]))
-                writer.metrics_keys = next(csv.reader(lines))
+            reopen(logger, entries)
+
+
+def reopen(logger: Any, entries: int) -> None:
+    """Open the file of a CSVLogger, which removes it, and give it its first entries again. A
+    process that dies meanwhile leaves them for the next one."""
+    path = Path(logger.log_dir, "metrics.csv")
+    kept, new = path.with_suffix(".kept"), path.with_suffix(".new")
+    if path.is_file():
+        path.replace(kept)
+    lines = kept.read_text().splitlines(keepends=True) if kept.is_file() else []
+    writer = logger.experiment
+    if lines:
+        new.write_text("".join(lines[: 1 + entries]))
+        new.replace(path)
+        writer.metrics_keys = next(csv.reader(lines))
+        kept.unlink()
 
 
 class Files:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,6 +247,28 @@ def test_a_job_continues_in_a_second_fit(lightning: Make) -> None:
     jobs = lightning(checkpoints=1, **{**TWICE, "validate": False})
     assert jobs.run("job", death=death("training step", 8, 1), on_death=STOP).died_at
     jobs.assert_as_plain("job", jobs.run("job"), workers=SIZE)
+
+
+def test_log_entries_outlive_a_death_while_their_file_is_opened(tmp_path: Path) -> None:
+    from elastic.integrations.lightning import reopen
+
+    class CSVLogger:
+        log_dir = tmp_path
+
+        @property
+        def experiment(self) -> SimpleNamespace:
+            if is_killed:
+                raise KeyboardInterrupt
+            return SimpleNamespace(metrics_keys=[])
+
+    (tmp_path / "metrics.csv").write_text("loss,step\n1,0\n2,1\n")
+    is_killed = True
+    with pytest.raises(KeyboardInterrupt):
+        reopen(CSVLogger(), 2)
+    is_killed = False
+    reopen(CSVLogger(), 1)
+    (left,) = tmp_path.iterdir()
+    assert (left.name, left.read_text()) == ("metrics.csv", "loss,step\n1,0\n")
 
 
 def test_a_job_continues_from_its_own_checkpoint(lightning: Make) -> None:
