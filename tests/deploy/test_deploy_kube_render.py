@@ -113,7 +113,7 @@ def test_the_printed_objects_equal_the_applied_ones(
 REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     # flags, the part named in the error, the rule
     ((), "--overlay=prod without --image", "--image=REGISTRY/NAME:TAG"),
-    (("--overlay=trainer",), "--overlay=trainer without --image", "Images"),
+    (("--overlay=trainer",), "--overlay=trainer without --image", "--image=REGISTRY/NAME:TAG"),
     (("--image=train",), "--image=train ", "exact version"),
     (("--image=train:latest",), "--image=train:latest", "exact version"),
     (("--nodes=5:2",), "--nodes=5:2", "--nodes=2:4"),

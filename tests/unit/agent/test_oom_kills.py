@@ -142,8 +142,8 @@ def test_other_exits_are_not_reported_as_oom_kills(
     agent.cgroup.kills(kills)
     agent.ends(code, signum)
     node = agent.context.status.node
-    assert node.failure and not node.failure_is_oom_kill
-    assert "memory limit" not in node.failure
+    assert node.failure_exit_code and not node.failure_is_oom_kill
+    assert "memory limit" not in (node.failure or "")
 
 
 def test_a_worker_killed_as_hung_is_not_reported_as_an_oom_kill(tmp_path: Path) -> None:
