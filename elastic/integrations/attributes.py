@@ -112,22 +112,24 @@ class ChangedAttributes:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = dict(objects)
         self._first: dict[str, dict[str, Any]] | None = None
+        self._names: dict[str, set[str]] = {}  # of all attributes at the beginning
         self._changed: set[tuple[str, str]] = set()
 
     def begin(self) -> None:
         """Training begins: what differs from now on has changed."""
         if self._first is None:
             self._first = self.values()
+            self._names = {key: set(own_attributes(each)) for key, each in self._objects.items()}
 
     def values(self) -> dict[str, dict[str, Any]]:
         """Copies of all that are looked at, whether training has changed them or not."""
         return {key: copied(values) for key, values in self._read()}
 
     def set(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give attributes these values."""
+        """Give attributes these values. Dicts and their tensors stay the same objects."""
         for key, named in values.items():
             if key in self._objects:
-                vars(self._objects[key]).update(copied(dict(named)))
+                _put(vars(self._objects[key]), named)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         if self._first is None:
@@ -143,19 +145,33 @@ class ChangedAttributes:
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        first = self._first or {}
         loaded = {(key, name) for key, values in state.items() for name in values}
-        for key, name in self._changed - loaded:  # back to the state before it had changed
-            if name in first.get(key, {}):
-                vars(self._objects[key])[name] = copied(first[key][name])
-            else:
-                vars(self._objects[key]).pop(name, None)
+        if self._first is not None:
+            for key, values in self._read():  # of those that had not changed yet
+                new = {name for name in values if (key, name) not in loaded}
+                for name in new - self._names[key]:
+                    del vars(self._objects[key])[name]
+                first = self._first[key]
+                self.set({key: {name: first[name] for name in new & first.keys()}})
         self.set(state)
         self._changed = loaded
 
     def _read(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for key, owner in self._objects.items():
             yield key, of_job(owner)
+
+
+def _put(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        own = into.get(name)
+        if isinstance(own, dict) and isinstance(value, dict):
+            for gone in own.keys() - value.keys():
+                del own[gone]
+            _put(own, value)
+        elif _is_tensor(own) and _is_tensor(value) and own.shape == value.shape:
+            own.copy_(value)
+        else:
+            into[name] = copied(value)
 
 
 def _is_same(value: Any, other: Any) -> bool:

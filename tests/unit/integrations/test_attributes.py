@@ -51,9 +51,32 @@ def test_an_interrupted_step_is_undone_even_if_it_was_the_first() -> None:
     before = copied(attributes.state_dict())
     callback.step()
     callback.new = 1  # type: ignore[attr-defined]
-    attributes.state_dict()
     attributes.load_state_dict(before)
     assert vars(callback) == vars(Callback(0))
+
+
+def test_a_later_step_that_changes_an_attribute_for_the_first_time_is_undone() -> None:
+    callback = Callback(0)
+    attributes = begun(callback)
+    callback.step()
+    before, average = copied(attributes.state_dict()), callback.average
+    callback.step()
+    callback.unused = "used"
+    attributes.load_state_dict(before)
+    assert (callback.steps, callback.unused) == (1, "unused")
+    assert callback.average is average == {"weight": torch.ones(1)}  # the script may refer to it
+
+
+def test_a_dict_that_gets_other_content_is_left_alone() -> None:
+    """Such as the samples of this rank, by step."""
+    callback = Callback(0)
+    callback.seen = {}  # type: ignore[attr-defined]
+    attributes = begun(callback)
+    attributes.state_dict()
+    callback.seen[1] = [5]  # type: ignore[attr-defined]
+    before = copied(attributes.state_dict())
+    attributes.load_state_dict(before)
+    assert vars(callback)["seen"] == {1: [5]}
 
 
 class Net(nn.Module):
