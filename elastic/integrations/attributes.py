@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from types import CodeType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ _LIBRARIES = {
     "transformers",
     "trl",
 }
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def is_of_library(cls: type) -> bool:
@@ -82,13 +83,17 @@ def of_job(owner: Any) -> dict[str, Any]:
     """The attributes of ``owner`` whose values are taken for the same on all ranks: numbers, texts,
     and, but for modules, dicts of those and of tensors, such as averaged weights. Lists and single
     tensors may be of a rank's samples."""
-    own = own_attributes(owner)
-    is_module = isinstance(owner, nn.Module)
-    return {n: v for n, v in own.items() if _is_plain(v) or (not is_module and _is_dict(v))}
+    cls: Any = type(owner)
+    others, is_module = assigned_by_libraries(cls), isinstance(owner, nn.Module)
+    return {  # in each step, of each module
+        name: value
+        for name, value in vars(owner).items()
+        if (_is_plain(value) or (not is_module and _is_dict(value))) and name not in others
+    }
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
+    return type(value) in _PLAIN
 
 
 def _is_dict(value: Any) -> bool:
@@ -98,7 +103,7 @@ def _is_dict(value: Any) -> bool:
     )
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and not value.requires_grad
 
 
