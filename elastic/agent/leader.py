@@ -14,7 +14,14 @@ from elastic.agent.identity import proved_gone
 from elastic.agent.judges import HangJudge, StragglerJudge
 from elastic.agent.liveness import Connections, Verdict, probe
 from elastic.agent.node import LIVENESS, NodeContext, WorldEntry
-from elastic.agent.roster import NodeRecord, NodesEvent, Roster, decoded, watched_prefixes
+from elastic.agent.roster import (
+    NodeRecord,
+    NodesEvent,
+    Roster,
+    decoded,
+    read,
+    watched_prefixes,
+)
 from elastic.errors import RecordError
 from elastic.membership.decision import decide, waiting_nodes, world_of
 from elastic.membership.records import (
@@ -362,6 +369,8 @@ class Leadership:
         self._accounting.remember(context.status.world, self._since_s, context.clock.wall())
         self._rechecked_generation = 0  # the generation whose failure made every member suspect
         self.writer = WorldWriter(context, self.roster, self._accounting, announce, fence)
+        # The nodes whose probe has proved their death, until their records are read.
+        self._lost: dict[str, NodeLost] = {}
         self._waiting_reason = ""
         self.waiting: dict[str, str] = {}  # id of each node that is not admitted -> why
         self._prober = Prober(context, self.roster)
@@ -424,7 +433,7 @@ class Leadership:
             case FailureReport():
                 self.roster.put_failure_report(entry.key, record, now)
             case Node():
-                self.roster.put(record, entry.lease_id, now)
+                self.roster.put(record, entry.lease_id, now, revision=entry.mod_revision)
 
     def on_closed(self, node_id: str) -> None:
         """A follower's connection closed, or this node's connection to a former leader."""
@@ -449,16 +458,36 @@ class Leadership:
         if changed is None:
             return
         name = self._name(probed.node_id)
-        if (known := self.roster.find(probed.node_id)) and known.node.state is NodeState.FINISHED:
-            return  # it may end at any time: it is not lost
-        if was_dead:
+        was_lost = was_dead and self._lost.pop(probed.node_id, None) is None
+        if changed is Liveness.DEAD:
+            self._lost[probed.node_id] = NodeLost(lost=name, reason=reason)
+        if self.roster.has_ended(probed.node_id):
+            return
+        if was_lost:
             self._context.journal.emit(NodeFound(found=name, reason=reason), level=logging.WARNING)
             self._accounting.flaps.found(name)
-        if changed is Liveness.DEAD:
-            self._context.journal.emit(NodeLost(lost=name, reason=reason))
-            self._accounting.flaps.lost(name, now)
-        elif changed is Liveness.SUSPECT:
+        if changed is Liveness.SUSPECT:
             self._context.journal.emit(NodeSuspected(suspect=name, reason=reason))
+
+    def _confirm_losses(self, now: float) -> None:
+        """Read the records of the nodes that have just died. One that finished or left writes its
+        record, and then ends: the watch may be later than that."""
+        if not self._lost:
+            return
+        store, keys = self._context.store, self._context.keys
+        if len(self._lost) == 1:
+            entries = [store.get(keys.node(node_id)) for node_id in self._lost]
+        else:
+            entries = list(store.list(keys.nodes).entries)
+        lost_keys = {keys.node(node_id) for node_id in self._lost}
+        for entry in entries:
+            if entry is not None and entry.key in lost_keys:
+                self._put(entry, read(keys, entry), now)
+        lost, self._lost = self._lost, {}
+        for node_id, event in lost.items():
+            if not self.roster.has_ended(node_id):
+                self._context.journal.emit(event)
+                self._accounting.flaps.lost(event.lost, now)
 
     def _suspect_all(self, world: WorldRecord | None, now: float) -> None:
         """Probe all nodes in a new term: one that died before it has no connection to close."""
@@ -511,6 +540,7 @@ class Leadership:
         self.roster.suspect_members_without_key(world, now)
         self.roster.forget_non_members(world)
         self._prober.start_probes(world, now)
+        self._confirm_losses(now)
         if self.roster.unresolved() or self._waits_for_registration(world, now):
             return None, now + RECHECK_S
         self._delete_ended(entry, world)

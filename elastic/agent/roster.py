@@ -39,6 +39,7 @@ class Known:
 
     node: Node
     lease_id: int
+    revision: int  # of its key; 0: not known
     state_since_s: float
     last_sign_s: float
     present: bool  # its key exists
@@ -80,10 +81,12 @@ class Roster:
         self.worlds: dict[tuple[int, str], WorldRecord] = {}
 
     def reset(self, keys: Iterable[str], now: float) -> None:
-        """Only these keys exist; their records follow."""
+        """Only these keys exist; their records follow. (The store may have lost all, and count
+        revisions from 1 again.)"""
         present = set(keys)
         self._failure_reports = {}
-        for node_id in list(self._known):
+        for node_id, known in list(self._known.items()):
+            self._known[node_id] = replace(known, revision=0)
             if self._keys.node(node_id) not in present:
                 self.delete(node_id, now)
 
@@ -112,13 +115,16 @@ class Roster:
         world = self.worlds.get((running.generation, running.nonce))
         return replace(node, running=world) if world is not None else node
 
-    def put(self, node: Node, lease_id: int, now: float) -> None:
-        """A node's key was written."""
-        node = self._with_world(node)
+    def put(self, node: Node, lease_id: int, now: float, *, revision: int = 0) -> None:
+        """A node's key was written, or read: each of its records counts once, and in their order
+        (``revision``; 0: not known)."""
         before = self._known.get(node.node_id)
+        if before is not None and before.present and 0 < revision <= before.revision:
+            return
+        node = self._with_world(node)
         same_state = before is not None and before.present and before.node.state == node.state
         since = before.state_since_s if before is not None and same_state else now
-        self._known[node.node_id] = Known(node, lease_id, since, now, True)
+        self._known[node.node_id] = Known(node, lease_id, revision, since, now, True)
         self._missing_since.pop(node.node_id, None)
         # A record is not proof of life: it may have been sent before its writer died, or the leader
         # cannot reach it. Until it has answered once, it is not admitted.
@@ -268,10 +274,10 @@ class Roster:
                 or (liveness is Liveness.ALIVE and node_id in self._missing_since)
                 or (liveness is Liveness.DEAD and node_id not in self._missing_since)
             )
-            and not self._has_ended(node_id)
+            and not self.has_ended(node_id)
         )
 
-    def _has_ended(self, node_id: str) -> bool:
+    def has_ended(self, node_id: str) -> bool:
         """Whether it has finished, or left: a record without a lease says so."""
         known = self._known.get(node_id)
         return known is not None and (
@@ -290,7 +296,7 @@ class Roster:
             for node_id, known in self._known.items()
             if known.present
             and node_id not in needed
-            and self._has_ended(node_id)
+            and self.has_ended(node_id)
             and node_id not in self._unresolved
             and (is_over or self._liveness.get(node_id) is not Liveness.ALIVE)
         )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from kit.journal import MemoryJournal
 from kit.manual_clock import ManualClock
 from kit.membership_nodes import NOW, missing, node, proposal, runs, view, world
 from kit.memory_store import MemoryStore
 
 from elastic.agent.accounting import FailureAccounting
-from elastic.agent.leader import Leadership, WorldWriter
+from elastic.agent.leader import Leadership, Probed, WorldWriter
 from elastic.agent.liveness import Connections, Verdict
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
 from elastic.agent.roster import NodesEvent, Roster
 from elastic.membership.records import Keys, Leader, NodeState, Outcome, encode
 from elastic.membership.view import Liveness, Policy
+from elastic.telemetry.events import NodeLost
 from elastic.testing.waiting import PATIENCE_S
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey
@@ -106,6 +108,45 @@ def test_a_former_leader_deletes_no_record_that_its_successor_needs() -> None:
         assert store.get(KEYS.node("id-n3")) is not None, "a member"
         term.lead(replace(former, mod_revision=current.mod_revision), None)
         assert store.get(KEYS.node("id-n3")) is None, "not a member"
+    finally:
+        term.close()
+        store.close()
+
+
+@pytest.mark.parametrize("ended", [["n3"], ["n2", "n3"]], ids=["one", "several"])
+@pytest.mark.parametrize("has_finished", [True, False], ids=["finished", "died"])
+def test_a_node_that_ends_before_the_watch_has_its_last_record_is_not_lost(
+    ended: list[str], has_finished: bool
+) -> None:
+    store = MemoryStore()
+    context = context_of(store)
+    running = world("n1", "n2", "n3", limits=(1, 4))
+    entry = WorldEntry(running, store.put(KEYS.world, encode(running)), 0.0)
+    for name in ("n1", "n2", "n3"):
+        record = node(name, NodeState.STARTING, running=running)
+        store.put(KEYS.node(f"id-{name}"), encode(record), lease=store.lease(5.0))
+    term = Leadership(context, lambda record: None, Connections(), lambda: (KEYS.leader, 0))
+    try:
+        (listed,) = context.inbox.take(PATIENCE_S)
+        assert isinstance(listed, NodesEvent)
+        term.on_nodes(listed, running)
+        for name in ("n1", "n2", "n3"):
+            term.roster.resolve(f"id-{name}", Verdict(Liveness.ALIVE, ""), 1.0)
+        for name in ended:
+            if has_finished:
+                store.put(KEYS.node(f"id-{name}"), encode(node(name, NodeState.FINISHED)))
+            term.on_probed(Probed(f"id-{name}", Verdict(Liveness.DEAD, "refused"), 2.0))
+        written, _ = term.lead(entry, None)
+        for name in ended:  # a later record is a reason to probe it again
+            if has_finished:
+                assert f"id-{name}" in term.roster.unresolved()
+                term.on_probed(Probed(f"id-{name}", Verdict(Liveness.DEAD, "refused"), 3.0))
+        if has_finished:
+            written, _ = term.lead(entry, None)
+        assert isinstance(context.journal, MemoryJournal)
+        lost = [event for event in context.journal.events if isinstance(event, NodeLost)]
+        assert (written is None) == has_finished
+        assert {event.lost for event in lost} == (set() if has_finished else set(ended))
     finally:
         term.close()
         store.close()
