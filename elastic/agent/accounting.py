@@ -15,6 +15,7 @@ from elastic.membership import budget
 from elastic.membership.budget import IN_A_ROW, FailedBuilds, has_no_state
 from elastic.membership.decision import listed
 from elastic.membership.failures import (
+    UNKNOWN,
     Action,
     FailureFacts,
     FailureVerdict,
@@ -573,6 +574,8 @@ def _was_killed(failed: Failed) -> bool:
 
 
 def _only_here(verdict: FailureVerdict) -> str:
+    if verdict.rule == UNKNOWN:
+        return "the script fails on this node, and on no other node of this job"
     here = "but not on other nodes of this job"
     return verdict.reason if here in verdict.reason else f"{verdict.reason}, {here}"
 

@@ -29,7 +29,14 @@ from elastic.agent.ending import LauncherPhase, preemption_exit
 from elastic.agent.identity import is_loopback
 from elastic.agent.node import JobSucceeded, node_tls
 from elastic.doctor.checks import Status
-from elastic.errors import SYSTEM_CLOCK, ConfigError, ElasticError, NodeUnfit, StoreFull
+from elastic.errors import (
+    SYSTEM_CLOCK,
+    ConfigError,
+    ElasticError,
+    JobFailed,
+    NodeUnfit,
+    StoreFull,
+)
 from elastic.launcher import torch_agent
 from elastic.launcher.launch import (
     JobAccess,
@@ -39,8 +46,9 @@ from elastic.launcher.launch import (
     failed_without_restart,
     tolerate_unreadable_error_files,
 )
-from elastic.launcher.torch_agent import Launcher
-from elastic.membership.records import Keys
+from elastic.launcher.torch_agent import Launcher, WorkerFailure
+from elastic.membership.budget import IN_A_ROW, FailedStarts, Failure, error_line
+from elastic.membership.records import Keys, Node
 from elastic.membership.replicas import require_whole_replicas
 from elastic.store.client import etcd_config
 from elastic.store.etcd import EtcdStore
@@ -162,6 +170,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._launcher = launcher
         self._signals = signals
         self._launches = launches  # none before the first rendezvous, then one
+        self._failed_starts = FailedStarts()
         self._handled_outside = sys.exc_info()[1]  # a program may launch in its except clause
         self._closed = False
 
@@ -199,6 +208,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         _require_passed_preflight(failure)
         if failure is not None:
             launch.explain_failure(agent.command)
+            self._require_that_a_start_may_help(failure, launch.service.status.node)
         try:
             launch.service.arrive(
                 nproc=agent.nproc,
@@ -228,6 +238,20 @@ class EtcdRendezvousHandler(RendezvousHandler):
             len(world.members),
             RendezvousStoreInfo(world.store_host, world.store_port),
         )
+
+    def _require_that_a_start_may_help(self, failed: WorkerFailure, node: Node) -> None:
+        """Raise JobFailed if the workers fail again and again before they are in any world."""
+        if node.running is not None:
+            self._failed_starts.clear()
+            return
+        failure = Failure(node.name, failed.text, failed.exit_code)
+        if self._failed_starts.failed(failure):
+            raise JobFailed(
+                f"the workers of {node.name} failed {IN_A_ROW} times in a row in the same way "
+                f"before they had joined the job: {error_line(failure)}",
+                hint="the job goes on without this node; mend what differs on it from the others, "
+                "and start it again",
+            )
 
     def _begin(self, agent: torch_agent.CallingAgent) -> Launch:
         """Create the launch. From now on torch's agent runs and is certain to close it."""

@@ -174,6 +174,8 @@ def why_left(failure: BaseException | None) -> str:
         return "interrupted"
     if isinstance(failure, ChildFailedError):
         return "its workers failed"
+    if isinstance(failure.__cause__, ElasticError):  # (the exception is the launcher's)
+        return failure.__cause__.message[:200]
     text = str(failure).strip().partition("\n")[0]
     return f"{type(failure).__name__}: {text[:200]}" if text else type(failure).__name__
 

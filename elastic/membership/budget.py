@@ -506,6 +506,26 @@ def comparable(failure: Failure) -> str:
     return normalize(failure.text)
 
 
+class FailedStarts:
+    """Counts failures of a node's workers in a row before they are in any world, where no breakage
+    counts them."""
+
+    def __init__(self) -> None:
+        self._error, self._count = "", 0
+
+    def clear(self) -> None:
+        """The workers were in a world."""
+        self._count = 0
+
+    def failed(self, failure: Failure) -> bool:
+        """Whether the workers have now failed so often in the same way that another start will
+        not help. A signal from outside says nothing about that."""
+        error = comparable(failure)
+        self._count = 0 if _is_killed(failure) else self._count + 1 if error == self._error else 1
+        self._error = error
+        return self._count >= IN_A_ROW
+
+
 def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
     spent, churned = 0, 0
     for breakage in reversed(history):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.errors import JobFailed
+from elastic.membership.budget import Failure, error_line
 from elastic.membership.records import (
     BreakageRecord,
     Member,
@@ -131,19 +132,31 @@ def find_joining_nodes(
     eligible, ends = [], []
     skipped: dict[str, str] = {}
     for n in by_seniority(n for n in view.nodes if n.node.node_id not in members):
+        name, node_id = n.node.name, n.node.node_id
         until = quarantined_until(n.node, view)
-        if n.liveness is Liveness.DEAD or not _can_join(n.node, in_process):
+        is_quarantined = until is not None and now < until
+        why = view.quarantine_reasons.get(node_id, "")
+        quarantined = f"{name} is quarantined" + f": {why}" * bool(why)
+        if n.liveness is Liveness.DEAD:
             continue
-        if view.stopped:
-            skipped[n.node.node_id] = f"{n.node.name} waits: {view.stopped}"
+        if not _can_join(n.node, in_process):
+            if is_quarantined:
+                skipped[node_id] = quarantined
+            elif n.node.failure_exit_code is not None and n.node.running is None:
+                failure = Failure(name, n.node.failure, n.node.failure_exit_code)
+                skipped[node_id] = (
+                    f"the script failed on {name} before it was ready, and is started again: "
+                    f"{error_line(failure)}"
+                )
+        elif view.stopped:
+            skipped[node_id] = f"{name} waits: {view.stopped}"
         elif sentence := refusal(n.node, reference):
-            skipped[n.node.node_id] = sentence
+            skipped[node_id] = sentence
         elif n.liveness is Liveness.SUSPECT:
             if n.suspect_since_s is not None:  # otherwise it has just arrived, and is being probed
-                skipped[n.node.node_id] = f"the leader cannot reach {n.node.name}"
-        elif until is not None and now < until:
-            why = view.quarantine_reasons.get(n.node.node_id, "")
-            skipped[n.node.node_id] = f"{n.node.name} is quarantined" + f": {why}" * bool(why)
+                skipped[node_id] = f"the leader cannot reach {name}"
+        elif until is not None and is_quarantined:
+            skipped[node_id] = quarantined
             ends.append(until)
         else:
             eligible.append(n)

@@ -20,6 +20,7 @@ from elastic.tracebacks import exception_line, exception_name, exception_of, for
 # because their texts are often wrapped in exceptions of the script.
 
 REFUSED = "refused"
+UNKNOWN = "unknown"  # no rule matches
 COLLECTIVE_TIMEOUT = "collective-timeout"
 GROUP_NOT_BUILT = "group-not-built"
 _NO_MATCH = r"(?!)"  # a pattern that matches nowhere
@@ -747,7 +748,7 @@ def _by_exit_code(facts: FailureFacts) -> FailureVerdict:
     if facts.text and not _is_ours(facts.text):
         evidence = exception_line(facts.text)[:_EVIDENCE]
     return _verdict(
-        Action.RESTART, "unknown", Confidence.LOW, "no rule matches; it may be transient", evidence
+        Action.RESTART, UNKNOWN, Confidence.LOW, "no rule matches; it may be transient", evidence
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from elastic.membership.budget import (
     Breakage,
+    FailedStarts,
     Failure,
     FailureBudget,
     FlapPolicy,
@@ -514,3 +515,16 @@ def test_old_losses_are_discarded() -> None:
     for i in range(1000):
         flaps.lost(f"n{i}", 10.0 * i)
     assert len(flaps._losses) <= 13
+
+
+def test_a_node_that_fails_alike_before_it_joins_is_not_started_for_ever() -> None:
+    usage, other = Failure("n3", None, 2), Failure("n3", "OSError: [Errno 5] /data", 1)
+    killed = Failure("n3", None, -9)
+    starts = FailedStarts()
+    assert [starts.failed(usage) for _ in range(3)] == [False, False, True]
+    starts.clear()  # its workers were in a world
+    rows: list[list[Failure]] = [[usage, usage, other], [other, usage, usage], [killed] * 4]
+    for row in rows:
+        assert not any(starts.failed(failure) for failure in row), row
+    pids = [Failure("n3", f"RuntimeError: worker (pid {n}) failed", 1) for n in (71, 8, 903)]
+    assert [starts.failed(failure) for failure in pids] == [False, False, True]

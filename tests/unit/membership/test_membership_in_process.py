@@ -307,11 +307,14 @@ def test_a_first_world_shrinks_to_the_ranks_among_which_batches_can_be_split() -
 def test_waiting_nodes_learn_why() -> None:
     silent = suspect(ready("n4", None))
     excluded = ready("n5", None)
-    v = view(SEVEN, *members("n1", "n2", "n3"), silent, excluded, quarantined={"id-n5": NOW + 9})
+    fails = seen(node("n6", NodeState.STARTING, exit_code=2))
+    others = (silent, excluded, fails, seen(node("n7", NodeState.STARTING)))
+    v = view(SEVEN, *members("n1", "n2", "n3"), *others, quarantined={"id-n5": NOW + 9})
     v = replace(v, quarantine_reasons={"id-n5": "no module named 'apex'"})
     assert waiting_nodes(v, NOW, POLICY) == {
         "id-n4": "the leader cannot reach n4",
         "id-n5": "n5 is quarantined: no module named 'apex'",
+        "id-n6": "the script failed on n6 before it was ready, and is started again: exit code 2",
     }
 
 
