@@ -202,7 +202,10 @@ def test_weights_are_those_of_plain_training(
     assert {worker.steps for worker in outcome.workers} == {steps}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [n if "equal" in SCRIPTS[n] else pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS],
+)
 @pytest.mark.parametrize(
     "is_replaced",
     [

@@ -210,6 +210,7 @@ def test_a_checkpoint_resumes_with_other_ranks_and_unsharded(
         experts.assert_same(outcome, layout)
 
 
+@pytest.mark.slow
 def test_an_unsharded_checkpoint_resumes_with_experts(experts: ExpertRuns, tmp_path: Path) -> None:
     disk, unsharded = tmp_path / "disk", Layout("", (), 1, 1)
     experts.run(unsharded, folder=disk, epochs=1).assert_success(workers=1)
@@ -222,7 +223,7 @@ def test_an_unsharded_checkpoint_resumes_with_experts(experts: ExpertRuns, tmp_p
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(MASKED, MASKED, id="two replicas"),
+        pytest.param(MASKED, MASKED, id="two replicas", marks=pytest.mark.slow),
         pytest.param(
             Layout("masked", ("ep=2",), 2, 2), MASKED, id="one replica", marks=pytest.mark.slow
         ),

@@ -436,6 +436,7 @@ def test_a_checkpoint_resumes_with_another_number_of_replicas_and_of_shards(
     stages.assert_same(outcome, "by hand")
 
 
+@pytest.mark.slow
 def test_the_nodes_memory_holds_all_stages(stages: StageRuns, saved: Saved, tmp_path: Path) -> None:
     disk = copy_of(saved, tmp_path / "disk")
     for info in checkpoints.list_checkpoints(disk):

@@ -239,7 +239,7 @@ def test_workers_killed_at_any_time_restore_from_the_memory_of_their_nodes(memor
     assert list(memory.iterdir()) == []
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_lost_node_is_restored_from_the_memory_of_its_neighbour(memory: Path, lost: int) -> None:
     job = Job(memory, 3)
     try:

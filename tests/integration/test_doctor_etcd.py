@@ -154,6 +154,7 @@ def guarded() -> Iterator[EmbeddedEtcd]:
         yield etcd
 
 
+@pytest.mark.slow
 def test_logins_and_roles_are_checked(
     doctor: Callable[..., Result],
     guarded: EmbeddedEtcd,

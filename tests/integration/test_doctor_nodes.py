@@ -85,6 +85,7 @@ def flags_of(etcd: EmbeddedEtcd, root: str, join_timeout_s: float = 2 * PATIENCE
     ]
 
 
+@pytest.mark.slow
 def test_two_nodes_check_each_other_and_report_the_same_results(
     shared_etcd: EmbeddedEtcd, root: str, tmp_path: Path, connect: Callable[..., EtcdStore]
 ) -> None:

@@ -31,6 +31,7 @@ raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 """
 
 
+@pytest.mark.slow
 def test_importing_torch_installs_the_hook_despite_a_folder_named_elastic(tmp_path: Path) -> None:
     (entry,) = (
         e

@@ -230,6 +230,7 @@ def test_a_fork_finalizes_its_objects_and_exits_normally(
     assert start(server, tmp_path, str(script), "abort").wait(PATIENCE_S) == -signal.SIGABRT
 
 
+@pytest.mark.slow
 def test_a_fork_reacts_to_signals_that_the_server_s_parent_ignores(tmp_path: Path) -> None:
     """Tests may run in the background of a shell, or under nohup, and send these signals."""
     numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)

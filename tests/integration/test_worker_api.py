@@ -81,7 +81,8 @@ def by_hand(ledger: RunLedger) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("size", "micro_batch"), [(1, 2), pytest.param(3, None, marks=pytest.mark.slow), (3, 2)]
+    ("size", "micro_batch"),
+    [(3, 2), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((1, 2), (3, None)))],
 )
 def test_uneven_shares_train_like_a_single_process(
     tmp_path: Path, size: int, micro_batch: int | None

@@ -531,7 +531,7 @@ def test_seq2seq_trainer_generates_what_it_does_without_a_death(
 
 
 @pytest.mark.parametrize(
-    "labels", ["classes", "own", pytest.param("tokens", marks=pytest.mark.slow)]
+    "labels", ["own", *(pytest.param(n, marks=pytest.mark.slow) for n in ("classes", "tokens"))]
 )
 def test_a_mean_over_a_batch_is_that_of_the_largest_world(mean_runs: Runs, labels: str) -> None:
     script, options = SCRIPTS / "bert.py", {"labels": labels}

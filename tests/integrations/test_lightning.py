@@ -193,6 +193,7 @@ def test_other_scripts_equal_plain_lightning(lightning: Make, name: str) -> None
     jobs.assert_as_plain("join", outcome, workers=SIZE)
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_fit_is_repeated(lightning: Make) -> None:
     jobs = lightning(test=True, epochs=1)
     outcome = jobs.run("killed", death=death("test", 2, 1))
@@ -215,9 +216,8 @@ def test_ranks_of_a_smaller_world_predict_all_samples(
 TWICE: Options = {"validate": True, "fits": 2, "epochs": 1, "averaging": True}
 
 
-@pytest.mark.parametrize(
-    "event", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6, 10))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("event", [2, 6, 7, 10])
 def test_a_second_fit_equals_that_of_plain_lightning(lightning: Make, event: int) -> None:
     """Which begins with new optimizers and schedules, after 5 updates."""
     jobs = lightning(**TWICE)

@@ -101,6 +101,7 @@ def terminate_all(job: TrainingJob) -> tuple[int, set[int]]:
     return job.ledger().last_step + 1, codes
 
 
+@pytest.mark.slow
 def test_a_time_based_save_policy_saves_the_same_steps_on_all_ranks(job: TrainingJob) -> None:
     job.bring_to(3)
     done = job.ledger().last_step + 1  # by two of them, if the third came later

@@ -384,7 +384,7 @@ def test_the_others_train_on_while_sigkill_does_not_end_a_worker(job: TrainingJo
     order(job, "sleep", victim.name)
     wait_taken(job, "sleep")
     with blocked_in_the_kernel(pid):
-        wait_trains_on(job, generation, "without a node whose worker does not end")
+        job.wait_training(nodes=2, after_generation=generation)
         assert job.training_nodes()[1] == {n.name for n in nodes if n is not victim}
         world = job.world()
         assert world is not None and f"{victim.name} failed: hang: rank " in world.reason

@@ -103,6 +103,7 @@ def delay(job: NetworkJob, node: LocalNode) -> None:
 FAULTS = (peers, etcd_only, both, sent, received, loss, delay)
 
 
+@pytest.mark.slow
 def test_dropped_connections_are_reestablished(job: NetworkJob, nodes: list[LocalNode]) -> None:
     """Connections of gloo, the leader and etcd: new ones work. No process exits."""
     victim, workers = job.bystanders()[0], pids(job)
