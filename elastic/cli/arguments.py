@@ -21,6 +21,7 @@ from elastic.errors import (
 )
 from elastic.telemetry.log import duration, printable
 from elastic.telemetry.runs import LocalRun, local_runs
+from elastic.tracebacks import exception_type
 from elastic.tuning.options import AgentOptions, read_options
 
 _MAX_LISTED = 10  # runs in an error
@@ -330,7 +331,8 @@ def of_agent(error: BaseException) -> int:
         return INTERRUPTED
     for link in chain(error):
         if isinstance(link, ChildFailedError):
-            return of_workers([failure.exitcode for failure in link.failures.values()])
+            lacks_state = any(map(_lacks_state, link.failures.values()))
+            return CheckpointRequired.exit_code if lacks_state else FAILED
         if isinstance(link, SignalException):
             return SIGNALLED + int(link.sigval)
         if isinstance(link, RendezvousConnectionError):
@@ -338,10 +340,13 @@ def of_agent(error: BaseException) -> int:
     return FAILED
 
 
-def of_workers(codes: Collection[int]) -> int:
-    """65 is passed from a worker to its agent; every other failure counts as the script's."""
-    required = CheckpointRequired.exit_code
-    return required if required in codes else FAILED
+def _lacks_state(failure: Any) -> bool:
+    """Whether this library has ended a worker for want of a checkpoint. A script that exits with
+    the same code has failed."""
+    written = failure.error_file_data.get("message", "")
+    text = written.get("message") if isinstance(written, dict) else None
+    is_ours = exception_type(str(text or "")) == CheckpointRequired.__name__
+    return is_ours and failure.exitcode == CheckpointRequired.exit_code
 
 
 def of_job(codes: Collection[int], *, success_of_one_is_enough: bool) -> int:

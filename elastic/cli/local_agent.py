@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     import torch.distributed.run  # noqa: F401 (its import takes longest)
 
-    from elastic.cli.run import run_agent
+    from elastic.cli.run import LastErrors, run_agent
     from elastic.telemetry.log import get_logger
 
     if is_handled:
@@ -31,7 +31,9 @@ def main(argv: list[str]) -> int:
     sys.argv[1:] = [args.training_script, *args.training_script_args]
     for handler in get_logger().handlers:
         handler.addFilter(lambda record: not getattr(record, "is_last_error", False))
-    return run_agent(args, Path(argv[1]).write_text)
+    own = Path(argv[1])
+    code, _ = run_agent(args, lambda error: LastErrors(own.parent).record(own.name, error))
+    return code
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from elastic.agent.node import machine_memory_bytes
 from elastic.child_interpreters import module_command
 from elastic.cli import arguments, bound_to_parent
 from elastic.cli.arguments import CommandParser, at_least, nearest
-from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, Preempted
+from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, ElasticError, Preempted
 from elastic.membership.records import Keys
 from elastic.store.client import etcd_config
 from elastic.telemetry.log import wrapped
@@ -676,12 +676,14 @@ def main(argv: Sequence[str]) -> int:
             say(f"from another terminal: {while_it_runs(args.rdzv_id)}")
         announce(args)
         say(f"starting {_started(args)}: {IMPORTS}")
-        code = run_local(args) if args.nodes_local else run_agent(args)
+        code, remedy = run_local(args) if args.nodes_local else run_agent(args)
     # (Arguments that torch, an agent or etcd refuses are no run: the last line is the remedy.)
     if names_its_run and code != arguments.INTERRUPTED and is_known(args.rdzv_id):
         has_failed = code not in (arguments.DONE, Preempted.exit_code)
         more = after_its_end(args.rdzv_id, has_failed=has_failed)
         say(f"{'done' if code == arguments.DONE else describe(code)}; {more}")
+        if remedy:  # again, below all that agents and workers have printed
+            say(remedy)
     return code
 
 
@@ -723,16 +725,18 @@ def _started(args: argparse.Namespace) -> str:
     return f"1 node with {workers}" if nodes == 1 else f"{nodes} nodes with {workers} each"
 
 
-def say(text: str) -> None:
+def say(text: object) -> None:
     print(f"elastic: {text}", file=sys.stderr, flush=True)
 
 
 # One agent: this process.
 
 
-def run_agent(args: argparse.Namespace, tell: Callable[[str], object] | None = None) -> int:
-    """Run one node of the job; returns the exit code, after printing the reason. ``tell`` gets it
-    instead, if it is an error of this package."""
+def run_agent(
+    args: argparse.Namespace, tell: Callable[[ElasticError], object] | None = None
+) -> tuple[int, str]:
+    """Run one node of the job; returns the exit code and the remedy, after printing the reason.
+    ``tell`` gets it instead, if it is an error of this package."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -741,7 +745,7 @@ def run_agent(args: argparse.Namespace, tell: Callable[[str], object] | None = N
         record(torchrun.run)(args)
     except BaseException as error:  # noqa: BLE001 (reported, and turned into the exit code)
         return _report(error, tell)
-    return arguments.DONE
+    return arguments.DONE, ""
 
 
 def _require_event_log(args: argparse.Namespace) -> None:
@@ -758,7 +762,7 @@ def _require_event_log(args: argparse.Namespace) -> None:
         ) from None
 
 
-def _report(error: BaseException, tell: Callable[[str], object] | None) -> int:
+def _report(error: BaseException, tell: Callable[[ElasticError], object] | None) -> tuple[int, str]:
     """Print why the agent ended: a message for our errors, torch's summary, tracebacks for
     bugs."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -767,21 +771,21 @@ def _report(error: BaseException, tell: Callable[[str], object] | None) -> int:
     ours = arguments.elastic_cause(error)
     if (wrong := _wrong_flag(error)) is not None:
         say(str(wrong))
-        return wrong.exit_code
+        return wrong.exit_code, wrong.hint
     if isinstance(error, SystemExit):
         if isinstance(error.code, str):
             say(error.code)
         elif ours is not None and tell is not None:  # otherwise it was logged
-            tell(str(ours))
+            tell(ours)
     elif ours is not None:
-        (tell or say)(str(ours))
+        (tell or say)(ours)
     elif isinstance(error, ChildFailedError):
         print(str(error).strip("\n"), file=sys.stderr, flush=True)  # torch's own table
     elif isinstance(error, SignalException | KeyboardInterrupt):
         say(str(error) or "interrupted")
     else:
         traceback.print_exception(error)
-    return arguments.of_agent(error)
+    return arguments.of_agent(error), ours.hint if ours is not None else ""
 
 
 def _wrong_flag(error: BaseException) -> ConfigError | None:
@@ -844,30 +848,36 @@ def agent_command(args: argparse.Namespace, last_error: Path) -> list[str]:
 
 class LastErrors:
     """The errors with which agents have ended, each said once: all nodes of a job that has failed
-    end with the same page."""
+    end with the same page. ``remedy`` is the hint of the last one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._said_for: dict[str, str] = {}
+        self.remedy = ""
 
     def path(self, node: str) -> Path:
         """Where the agent of this node leaves its error."""
         return self._folder / node
 
+    def record(self, node: str, error: ElasticError) -> None:
+        """Leave the error of this node."""
+        self.path(node).write_text(json.dumps({"text": str(error), "hint": error.hint}))
+
     def of(self, node: str) -> str:
         """What to say about the end of this node; "" if its agent has left nothing."""
         try:
-            text = self.path(node).read_text()
-        except FileNotFoundError:
+            left = json.loads(self.path(node).read_text())
+        except (FileNotFoundError, ValueError):  # killed, maybe while it wrote
             return ""
+        text, self.remedy = left["text"], left["hint"]
         # The same page is in a file of each node.
         key = "\n".join(li for li in text.splitlines() if not li.startswith("(this page is "))
         first = self._said_for.setdefault(key, node)
         return text if first == node else f"the same as {first}"
 
 
-def run_local(args: argparse.Namespace) -> int:
-    """Run ``args.nodes_local`` agents until the last has ended."""
+def run_local(args: argparse.Namespace) -> tuple[int, str]:
+    """Run ``args.nodes_local`` agents until the last has ended; returns exit code and remedy."""
     signals = signals_to_handle(args.signals_to_handle)
     start = SlowStart(SYSTEM_CLOCK)
 
@@ -892,8 +902,9 @@ def run_local(args: argparse.Namespace) -> int:
         failed = [node for node in nodes.nodes if node.name not in ended]
         codes = [code for node in failed if (code := node.exit_code) is not None]
     if stop.signum == signal.SIGINT:
-        return arguments.INTERRUPTED
-    return arguments.of_job(codes, success_of_one_is_enough=is_ours(args.rdzv_backend))
+        return arguments.INTERRUPTED, ""
+    code = arguments.of_job(codes, success_of_one_is_enough=is_ours(args.rdzv_backend))
+    return code, "" if code == arguments.DONE else errors.remedy
 
 
 def min_local_nodes(args: argparse.Namespace) -> int:

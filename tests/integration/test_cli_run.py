@@ -216,6 +216,7 @@ def test_a_missing_required_checkpoint_exits_with_65(folder: Path) -> None:
     done = run(folder, "--nodes-local=1", "--nnodes=1", "--embedded-etcd", "require.py")
     assert done.returncode == 65, done.stderr
     assert "checkpoints" in done.stdout + done.stderr
+    assert re.match("elastic: use the folder of the job", done.stderr.splitlines()[-1])
 
 
 def test_an_exhausted_failure_budget_exits_with_70(folder: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -91,9 +93,9 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
         return caught
 
 
-def child_failed(*codes: int) -> ChildFailedError:
+def child_failed(*codes: int, error_file: str = "<N/A>") -> ChildFailedError:
     failures = {
-        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="<N/A>")
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=error_file)
         for rank, code in enumerate(codes)
     }
     return ChildFailedError("train.py", failures)
@@ -128,10 +130,27 @@ def test_an_error_during_handling_does_not_hide_an_elastic_error() -> None:
         assert arguments.of_agent(error) == 70
 
 
-def test_failed_workers_exit_with_1_except_for_65() -> None:
-    assert arguments.of_agent(raised(child_failed(3))) == 1
-    assert arguments.of_agent(raised(child_failed(-9))) == 1
-    assert arguments.of_agent(raised(child_failed(1, 65))) == 65
+@pytest.mark.parametrize(
+    ("text", "worker", "agent"),
+    [
+        (None, 3, 1),
+        (None, -9, 1),
+        (None, 65, 1),
+        ("SystemExit: 65", 65, 1),
+        ("ValueError: no CheckpointRequired", 65, 1),
+        ("CheckpointRequired: none is complete", 65, 65),
+        ("elastic.errors.CheckpointRequired: none is complete", 65, 65),
+    ],
+)
+def test_failed_workers_exit_with_1_unless_this_library_requires_a_checkpoint(
+    tmp_path: Path, text: str | None, worker: int, agent: int
+) -> None:
+    file = tmp_path / "error.json"
+    if text is not None:
+        written = {"message": text, "extraInfo": {"timestamp": "1", "py_callstack": ""}}
+        file.write_text(json.dumps({"message": written}))
+    failed = child_failed(1, worker, error_file=str(file))
+    assert arguments.of_agent(raised(failed)) == agent
 
 
 def test_exit_codes_and_signals_are_preserved() -> None:

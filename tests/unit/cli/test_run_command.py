@@ -15,7 +15,7 @@ from kit.manual_clock import ManualClock
 from elastic.cli import bound_to_parent, run
 from elastic.cli.main import main
 from elastic.cli.run import LocalNodes, stop_on_signals
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, ElasticError
 from elastic.telemetry.output import BAR_S, OutputLines
 from elastic.testing.waiting import eventually
 from elastic.tuning.options import signals_to_handle
@@ -409,19 +409,34 @@ def test_silence_of_a_script_that_runs_is_not_explained() -> None:
 def test_the_error_that_ends_all_nodes_is_said_once(tmp_path: Path) -> None:
     errors = run.LastErrors(tmp_path)
     for node in ("a", "b"):
-        errors.path(node).write_text(f"the job has failed\n(this page is /tmp/{node}.txt)")
-    errors.path("c").write_text("the node is unfit")
+        page = f"the job has failed\n(this page is /tmp/{node}.txt)"
+        errors.record(node, ElasticError(page))
+    errors.record("c", ElasticError("the node is unfit"))
     assert errors.of("b") == "the job has failed\n(this page is /tmp/b.txt)"
     assert errors.of("a") == "the same as b"
     assert errors.of("c") == "the node is unfit"
     assert errors.of("killed") == ""
 
 
+def test_the_remedy_is_the_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = run.LastErrors(tmp_path)
+    errors.record("a", ElasticError("the job has failed", hint="call run.track"))
+    assert errors.of("a") == "the job has failed\n  call run.track"
+    monkeypatch.setattr(run, "run_local", lambda _: (1, errors.remedy))
+    monkeypatch.setattr(run, "is_known", lambda _: True)
+    assert run.main(["--nodes-local=1", "--rdzv-endpoint=127.0.0.1:1", __file__]) == 1
+    *_, end, last = capsys.readouterr().err.splitlines()
+    assert end.startswith("elastic: exit code 1; what it wrote: ")
+    assert last == "elastic: call run.track"
+
+
 def test_the_end_of_the_last_node_is_said_although_nothing_runs_any_more(
     nodes: LocalNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors = run.LastErrors(tmp_path)
-    errors.path("a").write_text("the job has failed")
+    errors.record("a", ElasticError("the job has failed"))
     nodes.start("a", python("raise SystemExit(1)"), os.environ)
     pump_until(nodes, lambda: not nodes.running)
     run.follow(nodes, run.StopRequest(), 0, run.SlowStart(ManualClock()), errors)
