@@ -136,7 +136,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 Format = Literal["torch", "dcp", "safetensors"]
 FORMATS: tuple[Format, ...] = ("torch", "dcp", "safetensors")
-_INDEX = "model.safetensors.index.json"  # of Hugging Face's sharded models
+_INDEX = ".index.json"  # behind the suffix of its files, in Hugging Face's sharded models
 _TREE = "checkpoints.tree"  # our key in the header of a safetensors file
 
 
@@ -329,32 +329,33 @@ def _write_safetensors(state: Any, path: Path) -> None:
     save_file(plain, path, metadata={"format": "pt", _TREE: json.dumps(tree)})
 
 
-def _read_safetensors(path: Path) -> Any:
-    if path.is_dir():
-        return _read_hugging_face(path)
-    return _read_safetensors_file(path)
+def _read_parts(path: Path, suffix: str, read: Callable[[Path], Any]) -> Any:
+    """The state of a file, or the tensors of a folder as Hugging Face's ``save_pretrained`` writes
+    it: one file, or several and an index. ``path`` may be that index."""
+    if path.name.endswith(f"{suffix}{_INDEX}"):
+        return _read_indexed(path, read)
+    if not path.is_dir():
+        return read(path)
+    indices, files = (sorted(path.glob(f"*{end}")) for end in (suffix + _INDEX, suffix))
+    if len(indices) == 1:
+        return _read_indexed(indices[0], read)
+    if indices or len(files) != 1:
+        raise ReadFailed(
+            f"{path} has {len(files)} files *{suffix}, and {len(indices)} files *{suffix}{_INDEX}",
+            hint="Give one file, one index, or a folder that save_pretrained has written.",
+        )
+    return read(files[0])
 
 
-def _read_hugging_face(folder: Path) -> Any:
-    """The tensors of a folder as ``save_pretrained`` writes it: one file, or several and an
-    index."""
-    if not (folder / _INDEX).exists():
-        files = sorted(folder.glob("*.safetensors"))
-        if len(files) != 1:
-            raise ReadFailed(
-                f"{folder} has {len(files)} safetensors files and no {_INDEX}",
-                hint="Give one file, or a folder that save_pretrained has written.",
-            )
-        return _read_safetensors_file(files[0])
-    index = json.loads((folder / _INDEX).read_bytes())
-    names: dict[str, str] = index["weight_map"]
+def _read_indexed(index: Path, read: Callable[[Path], Any]) -> Any:
+    names: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
     tensors: dict[str, Any] = {}
     for file in sorted(set(names.values())):
         if Path(file).name != file:
-            raise CorruptCheckpoint(f"{file!r} is no name of a file", file=str(folder / _INDEX))
-        tensors |= _read_safetensors_file(folder / file)
+            raise CorruptCheckpoint(f"{file!r} is no name of a file", file=str(index))
+        tensors |= read(index.with_name(file))
     if missing := sorted(names.keys() - tensors.keys()):
-        raise CorruptCheckpoint(f"no file has the tensor {missing[0]}", file=str(folder / _INDEX))
+        raise CorruptCheckpoint(f"no file has the tensor {missing[0]}", file=str(index))
     return {name: tensors[name] for name in names}
 
 
@@ -395,9 +396,9 @@ _WRITERS: dict[Format, Any] = {
     "safetensors": _write_safetensors,
 }
 _READERS: dict[Format, Any] = {
-    "torch": _read_torch,
+    "torch": lambda path: _read_parts(path, ".bin", _read_torch),
     "dcp": _read_dcp,
-    "safetensors": _read_safetensors,
+    "safetensors": lambda path: _read_parts(path, ".safetensors", _read_safetensors_file),
 }
 
 

@@ -240,8 +240,8 @@ class Leaving:
             if self._clock.monotonic() <= self._by_s:
                 return
             get_logger().warning(
-                "the workers have not reached a step boundary within leave_grace_s=%g, so they "
-                "are killed. If steps take that long, raise it (in a pod it is derived from "
+                "the workers have not left within %g s of the signal, so they are killed. If steps "
+                "or saves take that long, raise termination_grace_s (in a pod, "
                 "terminationGracePeriodSeconds)",
                 self._grace_s,
             )

@@ -351,6 +351,14 @@ class ClientHandshakeReply:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClientHandshakeRefusal:
+    """Agent: why it refuses a ClientHandshakeRequest, and disconnects."""
+
+    reason: str
+    hint: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupSpec(WorldReference):
     """What the ranks of a group need to find each other: the part of a message from which a process
     group is built (groups/store.py)."""
@@ -476,6 +484,7 @@ Message = (
     | CheckpointSaved
     | CheckpointSkipped
     | ClientHandshakeReply
+    | ClientHandshakeRefusal
     | Assignment
     | Leave
     | ReplicaRendezvous
@@ -510,6 +519,7 @@ FROM_WORKER = (
 )
 FROM_AGENT = (
     ClientHandshakeReply,
+    ClientHandshakeRefusal,
     Assignment,
     Leave,
     ReplicaRendezvous,
@@ -528,6 +538,7 @@ _MAX_BYTES: dict[type[Any], int] = {
     Exiting: 64 << 10,
     FlightTrace: 64 << 10,
     CheckpointSkipped: 128 << 10,
+    ClientHandshakeRefusal: 128 << 10,
     Assignment: MAX_MESSAGE,
     ReplicaRendezvous: 64 << 10,
     FolderAsk: 64 << 10,
@@ -689,11 +700,13 @@ def _wait(sock: socket.socket, agent: int, stop: int, timeout_s: float) -> None:
 def _receive(sock: socket.socket, path: str) -> bytes:
     chunk = sock.recv(1 << 16)
     if not chunk:
-        raise LinkError(f"the agent at {path} refused this worker", hint="its log has the reason")
+        raise LinkError(f"the agent at {path} hung up", hint="its log has the reason")
     return chunk
 
 
 def _check(message: Message) -> None:
+    if isinstance(message, ClientHandshakeRefusal):
+        raise LinkError(f"the agent refuses this worker: {message.reason}", hint=message.hint)
     if not isinstance(message, ClientHandshakeReply) or message.version != PROTOCOL_VERSION:
         raise LinkError(
             f"the agent replied with {message}, not with a handshake of version {PROTOCOL_VERSION}",
@@ -1215,7 +1228,12 @@ class LinkServer:
         """Process a worker's frame. Raises LinkError."""
         message = decode(payload)
         if isinstance(message, ClientHandshakeRequest):
-            self._complete_handshake(connection, message)
+            try:
+                self._complete_handshake(connection, message)
+            except LinkError as error:
+                refusal = ClientHandshakeRefusal(reason=error.message, hint=error.hint)
+                self._hub.send(connection, encode(refusal))
+                raise
             return
         worker = connection.data
         if not isinstance(worker, Worker):
@@ -1265,7 +1283,9 @@ class LinkServer:
                 continue
             if not has_ended(process.pidfd):
                 raise LinkError(
-                    f"pid {pid} claims to be local rank {local_rank}, which is pid {other.pid}"
+                    f"pid {pid} claims to be local rank {local_rank}, which is pid {other.pid}",
+                    hint="elastic.join() is for the process that torchrun starts, not for its "
+                    'child processes: call it below if __name__ == "__main__":',
                 )
             self._reap(process)  # its successor connected before its death was reported
 

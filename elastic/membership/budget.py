@@ -18,7 +18,13 @@ from elastic.membership.failures import (
     rule_of,
 )
 from elastic.membership.records import FailureRecord
-from elastic.tracebacks import exception_line, exception_type, innermost_place, normalize
+from elastic.tracebacks import (
+    exception_line,
+    exception_of,
+    exception_type,
+    innermost_place,
+    normalize,
+)
 from elastic.tuning.intervals import (
     COLLECTIVE_TIMEOUT_S,
     FAILURE_WINDOW_S,
@@ -174,6 +180,7 @@ def _cover(
 
 _KILLED = (-9, -15)  # SIGKILL, SIGTERM: from outside
 _WRONG_USAGE = 2  # argparse's exit code
+_HINT = 1000  # characters of a hint of this library
 # By how much a rank may be ahead of the reporting one: ranks differ by one step at most.
 _STEP_AHEAD = 1
 # Worlds that last this much longer than others have not lasted equally long.
@@ -358,8 +365,9 @@ def _no_state_left(history: Sequence[Breakage]) -> StopJob | None:
     for failure in failures:
         if has_no_state(failure):
             error = f"{error_line(failure)} (on {failure.node})"
+            hint = exception_of(failure.text or "").partition("\n")[2]
             return StopJob(
-                reason=f"no node has the state of the job: {error}",
+                reason=f"no node has the state of the job: {error}\n{hint[:_HINT]}".strip(),
                 exit_code=CheckpointRequired.exit_code,
             )
     return None

@@ -249,7 +249,8 @@ RULES: tuple[Rule, ...] = (
         "data-worker-killed",
         Action.RESTART,
         Confidence.MEDIUM,
-        "a process of a data loader was killed, from outside or because memory was exhausted",
+        "a process of a data loader has ended: killed, from outside or because memory was "
+        "exhausted, or by an error of its own, which the output of its node has before this one",
         r"dataloader worker \(pid.*\) (is killed by signal|exited unexpectedly)",
     ),
     # -- the script's data, seen by the GPU ----------------------------------------------------

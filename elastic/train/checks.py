@@ -1485,17 +1485,20 @@ def matters(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 # has.
 
 
-def refuse_child_process(frame: FrameType | None = None) -> None:
-    """Raise ConfigError in a data worker, and while multiprocessing runs the script again.
-    ``frame``: the caller's.
+def refuse_child_process(frame: FrameType | None = None, *, is_forked: bool = False) -> None:
+    """Raise ConfigError in a data worker, in a process forked from one that has joined, and while
+    multiprocessing runs the script again. ``frame``: the caller's.
 
-    A function that a launcher starts in a spawned process is not refused.
+    A function that a launcher starts in a spawned process is not refused here: its process may be
+    the worker. Otherwise the agent refuses it.
     """
-    if get_worker_info() is None and not _is_main_module_again(frame or sys._getframe(1)):
+    is_main_again = _is_main_module_again(frame or sys._getframe(1))
+    if get_worker_info() is None and not is_main_again and not is_forked:
         return
+    again = ", which runs the script from its beginning" if is_main_again else ""
     raise ConfigError(
-        "elastic.join() was called in a data worker or another child process of this worker, which "
-        "runs the script from its beginning",
+        "elastic.join() was called in a data worker or another child process of this worker"
+        f"{again}",
         hint='if __name__ == "__main__":\n    main()    # everything that only the worker does',
     )
 

@@ -1505,6 +1505,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
 
 _run: Run | None = None
 _joined_with: dict[str, Any] = {}
+_joined_in = 0  # the process
 
 
 def join(
@@ -1539,9 +1540,9 @@ def join(
     node fails the preflight checks, before this worker contacts another node; and LinkError if this
     node's agent refuses the worker or does not answer.
     """
-    global _run, _joined_with
-    if _run is None:
-        refuse_child_process()
+    global _run, _joined_with, _joined_in
+    if _run is None or os.getpid() != _joined_in:
+        refuse_child_process(is_forked=_run is not None)
     policies = {"checkpoints": checkpoints, "when": when, "keep": keep}
     given = {**policies, "seed": seed, "backend": backend, "mesh": mesh}
     given["step_copies"] = step_copies
@@ -1554,6 +1555,7 @@ def join(
         if preflight:
             _require_fit(policy)
         _run, _joined_with = _join(policy, seed, backend, mesh, mode), given
+        _joined_in = os.getpid()
     return _run
 
 

@@ -184,19 +184,29 @@ def test_further_signals_do_not_interrupt_the_last_save(etcd: EmbeddedEtcd, tmp_
         assert newest_step(job) == 30
 
 
-def test_an_etcd_that_does_not_answer_does_not_prevent_the_last_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "is_killed"),
+    [
+        (1, False),
+        pytest.param(3, False, marks=pytest.mark.slow),
+        pytest.param(3, True, marks=pytest.mark.slow),
+    ],
+)
+def test_an_etcd_that_does_not_answer_does_not_prevent_the_last_save(
+    tmp_path: Path, nodes: int, is_killed: bool
+) -> None:
     with (
         EmbeddedEtcd(data_dir=tmp_path / "etcd") as etcd,
-        started(etcd, tmp_path, "evaluation", 1) as job,
+        started(etcd, tmp_path, "evaluation", nodes) as job,
     ):
-        reach(job, "evaluation", 1)
-        etcd.pause()
+        reach(job, "evaluation", nodes)
+        (etcd.kill if is_killed else etcd.pause)()
         try:
             leave(job, signal.SIGTERM)
         finally:
-            etcd.resume()
+            (etcd.start if is_killed else etcd.resume)()
         assert newest_step(job) == 30
-        assert_the_next_start_goes_on(job, 1)
+        assert_the_next_start_goes_on(job, nodes)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,22 +149,33 @@ def test_export_overwrites_nothing_and_leaves_no_partial_files(root: Path, tmp_p
     assert {p.name for p in tmp_path.iterdir()} == {"there", "checkpoints"}
 
 
-def test_a_sharded_model_of_hugging_face_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "save", "stem", "suffix"),
+    [
+        ("safetensors", save_file, "model", ".safetensors"),
+        ("safetensors", save_file, "diffusion_pytorch_model.fp16", ".safetensors"),
+        ("torch", torch.save, "pytorch_model", ".bin"),
+    ],
+)
+def test_a_sharded_model_of_hugging_face_is_imported(
+    tmp_path: Path, form: Any, save: Callable[..., None], stem: str, suffix: str
+) -> None:
     """One file for each part of the model, and an index of the tensors' files."""
     folder, state = tmp_path / "model", {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
     folder.mkdir()
-    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    files = {"a": f"{stem}-00001-of-00002{suffix}", "b": f"{stem}-00002-of-00002{suffix}"}
     for name, file in files.items():
-        save_file({name: state[name]}, folder / file)
-    index = folder / "model.safetensors.index.json"
+        save({name: state[name]}, folder / file)
+    index = folder / f"{stem}{suffix}.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    assert same(checkpoints.import_from(folder, "safetensors"), state)
-    index.write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
+    for source in (folder, index):
+        assert same(checkpoints.import_from(source, form), state)
+    index.write_text(json.dumps({"weight_map": {"a": f"../outside{suffix}"}}))
     with pytest.raises(checkpoints.LoadError, match="no name of a file"):
-        checkpoints.import_from(folder, "safetensors")
+        checkpoints.import_from(folder, form)
     index.unlink()
-    with pytest.raises(checkpoints.LoadError, match=r"2 safetensors files and no model\."):
-        checkpoints.import_from(folder, "safetensors")
+    with pytest.raises(checkpoints.LoadError, match=r"has 2 files .*, and 0 files"):
+        checkpoints.import_from(folder, form)
 
 
 def test_a_file_with_other_objects_is_refused_with_a_way_to_convert_it(tmp_path: Path) -> None:

@@ -56,10 +56,12 @@ def test_a_job_without_failures_continues() -> None:
 @pytest.mark.parametrize("lost", [(), ("n2",)])
 def test_a_world_in_which_no_node_has_the_state_stops_the_job(lost: tuple[str, ...]) -> None:
     """Two alternately failing nodes went through a hundred generations in this way."""
-    without = broke(failed("CheckpointRequired: none is complete", 65), lost=lost)
+    text = "CheckpointRequired: none is complete\n  use another folder"
+    without = broke(failed(text, 65), lost=lost)
     stop = judge(replace(without, counts=False))
     assert stop is not None and stop.exit_code == 65
     assert "no node has the state of the job: CheckpointRequired: none is" in stop.reason
+    assert stop.reason.endswith("\n  use another folder"), "the remedy"
     assert judge(without, replace(broke(lost=("n2",)), counts=False)) is None, "the job continued"
 
 

@@ -511,3 +511,23 @@ def test_join_in_a_data_worker_is_rejected(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(checks, "get_worker_info", object)
     with pytest.raises(ConfigError, match="called in a data worker"):
         checks.refuse_child_process()
+
+
+JOINS_IN_A_CHILD = """
+import multiprocessing as mp
+import elastic
+elastic.join()
+assert elastic.join() is elastic.join()
+child = mp.get_context("fork").Process(target=elastic.join)
+child.start()
+child.join()
+print(child.exitcode)
+"""
+
+
+def test_join_in_a_process_forked_from_a_worker_is_rejected(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(JOINS_IN_A_CHILD)
+    done = run_forked([sys.executable, str(script)], timeout_s=PATIENCE_S)
+    assert done.stdout == "1\n", done.stderr
+    assert "called in a data worker or another child process of this worker\n" in done.stderr
