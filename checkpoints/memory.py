@@ -1076,9 +1076,13 @@ class MemoryHost:
         }
         text = json.dumps(content)
         descriptor, name = tempfile.mkstemp(dir=self._folder)  # mode 0600: it holds the key
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.replace(name, self._folder / NODE_FILE)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+            os.replace(name, self._folder / NODE_FILE)
+        except BaseException:
+            os.unlink(name)
+            raise
 
 
 def own_memory(folder: str | os.PathLike[str]) -> NodeMemory:

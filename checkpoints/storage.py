@@ -36,8 +36,12 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP}
-# File systems over object stores respond with these to operations that they do not have.
-_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOTTY}
+# File systems over object stores respond with these to operations that they do not have; some
+# network file systems with EBADF to the fsync of a folder, opened for reading as it must be.
+_UNSUPPORTED = {
+    *(errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOTTY),
+    errno.EBADF,
+}
 _PERMANENT = _FULL | _REFUSED | _UNSUPPORTED | {errno.EISDIR, errno.ENAMETOOLONG}
 
 

@@ -96,8 +96,19 @@ def shorten(formatted: str) -> str:
         f'  File "{frame["file"]}", line {frame["line"]}, in {frame["name"]}'
         for frame in own[-_MAX_FRAMES:]
     ]
-    exception = _cut(exception_of(formatted))
+    exception = _cut(_named(exception_of(formatted)))
     return "\n".join([_HEADER, *lines, exception]) if lines else exception
+
+
+def _named(exception: str) -> str:
+    """An exception as Python prints it, as a data worker's is, with the name that :func:`described`
+    gives it.
+
+    >>> _named("elastic.errors.ConfigError: no"), _named("httpx.Timeout: gone")
+    ('ConfigError: no', 'httpx.Timeout: gone')
+    """
+    name = exception_name(exception)
+    return _OURS.sub("", name) + exception.removeprefix(name)
 
 
 def exception_of(text: str) -> str:

@@ -39,6 +39,7 @@ from elastic.cli.run import (
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, ElasticError
 from elastic.report.model import RunReport, report_of
 from elastic.store.embedded import EmbeddedEtcd
+from elastic.telemetry.files import replacing
 from elastic.telemetry.journal import ENVELOPE
 from elastic.telemetry.reader import JournalFolder, JournalRecord, merge, read_folder
 from elastic.telemetry.runs import default_journal
@@ -799,10 +800,8 @@ class Demo:
         delay_ms = round(1000 * delay_s)
         if delay_ms != self._delay_ms:
             self._delay_ms = delay_ms
-            path = step_delay_file(self._folder)
-            new = path.with_suffix(".new")
-            new.write_text(str(delay_ms))
-            new.replace(path)  # a worker reads the old or the new one
+            with replacing(step_delay_file(self._folder)) as new:
+                new.write_text(str(delay_ms))
 
     def _say(self, text: str, time_s: float | None = None) -> None:
         self._view.say(text, self._clock.wall() if time_s is None else time_s)

@@ -16,6 +16,7 @@ from elastic.cli.events import RUN_OR_FOLDER, find_journals, no_journals
 from elastic.errors import ConfigError
 from elastic.report.model import RunReport, report_of
 from elastic.report.render import document, html, markdown
+from elastic.telemetry.files import replacing
 from elastic.telemetry.log import printable
 from elastic.telemetry.reader import merge, read_folder
 
@@ -123,12 +124,10 @@ def rendered(report: RunReport, form: str) -> str:
 
 def write_report(path: Path, text: str) -> None:
     """Replace the file atomically. Raises ConfigError."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        new.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-        new.replace(path)
+        with replacing(path) as new:
+            new.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise ConfigError(
             f"{printable(str(path))} cannot be written: {error.strerror}",
             hint="give a file in a folder that exists and can be written",

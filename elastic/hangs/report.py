@@ -26,6 +26,7 @@ from elastic.hangs.verdict import MAX_ENTRIES, FlightEntry, HangAction, Judgment
 from elastic.hangs.verdict import describe as describe_flights
 from elastic.hangs.watch import HangWatch, WatchedWorker
 from elastic.telemetry.events import HangFound, HangOver
+from elastic.telemetry.files import replacing
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 
@@ -140,9 +141,8 @@ class ReportFolder:
 
 def _replace(path: Path, text: str) -> None:
     """Concurrent readers find a complete report: it is rewritten as stacks arrive."""
-    staged = path.with_name(f".{path.name}.new")
-    staged.write_text(text, encoding="utf-8", errors="replace")
-    staged.replace(path)
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8", errors="replace")
 
 
 def _remove_oldest(paths: Iterable[Path]) -> None:

@@ -43,6 +43,7 @@ import elastic
 from elastic.errors import ConfigError
 from elastic.groups.world import World
 from elastic.integrations.attributes import ChangedAttributes, own_attributes, own_modules
+from elastic.telemetry.files import replacing
 from elastic.telemetry.log import get_logger
 from elastic.train.copies import copied
 from elastic.train.loader import BatchInfo, ElasticLoader
@@ -631,14 +632,14 @@ def reopen(logger: Any, entries: int) -> None:
     """Open the file of a CSVLogger, which removes it, and give it its first entries again. A
     process that dies meanwhile leaves them for the next one."""
     path = Path(logger.log_dir, "metrics.csv")
-    kept, new = path.with_suffix(".kept"), path.with_suffix(".new")
+    kept = path.with_suffix(".kept")
     if path.is_file():
         path.replace(kept)
     lines = kept.read_text().splitlines(keepends=True) if kept.is_file() else []
     writer = logger.experiment
     if lines:
-        new.write_text("".join(lines[: 1 + entries]))
-        new.replace(path)
+        with replacing(path) as new:
+            new.write_text("".join(lines[: 1 + entries]))
         writer.metrics_keys = next(csv.reader(lines))
         kept.unlink()
 

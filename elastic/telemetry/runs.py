@@ -29,6 +29,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elastic.telemetry.files import replacing
+
 # Value of ELASTIC_JOURNAL with which no journal is written.
 NO_JOURNAL = "none"
 # The folder of journals inside a checkpoint folder.
@@ -152,9 +154,9 @@ class RunEntry:
         for path in began.glob("*.jsonl"):
             with contextlib.suppress(OSError, ValueError):
                 if _has_ended(path) and not (journal / path.name).exists():
-                    # Under another name first: readers take every file with this suffix.
-                    shutil.copyfile(path, new := journal / f".{path.name}.new")
-                    new.rename(journal / path.name)
+                    # (Readers take every file with this suffix, in whatever state it is.)
+                    with replacing(journal / path.name) as new:
+                        shutil.copyfile(path, new)
                     path.unlink()
 
     def close(self) -> None:
@@ -165,9 +167,8 @@ class RunEntry:
 
     def _write(self) -> None:
         known = {k: v for k, v in asdict(self._run).items() if k != "is_running"}
-        new = self._folder / f".{_RUN_FILE}.{os.getpid()}"
-        new.write_text(json.dumps(known))
-        new.replace(self._folder / _RUN_FILE)
+        with replacing(self._folder / _RUN_FILE) as new:
+            new.write_text(json.dumps(known))
 
 
 def local_runs(environ: Mapping[str, str] = os.environ) -> list[LocalRun]:

@@ -36,6 +36,7 @@ from checkpoints.storage import (
     read_record,
     reading,
     reason_of,
+    removed_on_failure,
     write_record,
 )
 from elastic.errors import (
@@ -264,7 +265,8 @@ class Ownership:
         """How long ago the record was written, by the clock of the storage; 0 if unknown."""
         try:
             write_record(self._storage, _PROBE_FILE, b"")
-            now_s = self._storage.modified_s(_PROBE_FILE)
+            with removed_on_failure(self._storage, _PROBE_FILE):
+                now_s = self._storage.modified_s(_PROBE_FILE)
             self._storage.remove(_PROBE_FILE)
             return max(0.0, now_s - self._storage.modified_s(OWNER_FILE))
         except (CheckpointError, OSError):
@@ -427,7 +429,8 @@ class CheckpointFolder:
     def _try_to_write(self, rank: int) -> None:
         name = f".writable-{rank}"
         self.storage.make_folder("")
-        self.storage.create(name).close()
+        with removed_on_failure(self.storage, name):
+            self.storage.create(name).close()
         self.storage.remove(name)
         if isinstance(self.storage, FolderStorage):
             self.storage.try_a_save()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -574,6 +575,16 @@ def test_failed_small_files_leave_nothing() -> None:
         assert [entry for entry in disk.list("") if entry.startswith(".tmp")] == []
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_probe_of_the_folder_that_fails_leaves_nothing(number: int) -> None:
+    disk = saved_disk()
+    before = disk.list("")
+    full = failing(disk, lambda label: label == "close .writable-0", number)
+    with contextlib.suppress(ConfigError):
+        CheckpointFolder(full, lambda *_: None).check_writable(0)
+    assert disk.list("") == before
+
+
 # -- memory -------------------------------------------------------------------------------------
 
 
@@ -627,14 +638,23 @@ def test_failed_saves_displace_no_complete_part(tmp_path: Path) -> None:
 # -- file systems -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_fsync_of_folders_is_used(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "of_files"),
+    [
+        (errno.EINVAL, False),
+        (errno.ENOSYS, False),
+        (errno.EOPNOTSUPP, False),
+        (errno.EBADF, False),
+        (errno.ENOSYS, True),
+    ],
+)
+def test_a_file_system_without_fsync_is_used(
+    tmp_path: Path, number: int, of_files: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsync = os.fsync
 
     def refuse(descriptor: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+        if of_files or os.path.isdir(f"/proc/self/fd/{descriptor}"):
             raise OSError(number, os.strerror(number))
         fsync(descriptor)
 

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from kit.failure_corpus import CORPUS, SCRIPT, name_of
 
-from elastic.membership.failures import RULES, Action, FailureFacts, is_consequence, judge_failure
+from elastic.membership.failures import (
+    REFUSED,
+    RULES,
+    Action,
+    FailureFacts,
+    is_consequence,
+    judge_failure,
+)
+from elastic.tracebacks import shorten
 
 DATA_WORKER = "data-worker-killed"
 DRIVER = "gpu-driver"
@@ -158,3 +166,18 @@ def test_the_verdict_on_a_refusal_ends_with_its_hint() -> None:
 def test_a_refusal_on_one_node_does_not_end_a_job_that_trains_on_others() -> None:
     facts = FailureFacts(text="TrainingError: too late", exit_code=1, works_elsewhere=True)
     assert judge_failure(facts).action is Action.RESTART
+
+
+def test_a_refusal_that_a_data_worker_passes_on_is_one() -> None:
+    text = shorten(
+        "Traceback (most recent call last):\n"
+        '  File "train.py", line 9, in <module>\n'
+        "elastic.errors.ConfigError: Caught ConfigError in DataLoader worker process 0.\n"
+        "Original Traceback (most recent call last):\n"
+        '  File "train.py", line 6, in __getitem__\n'
+        "elastic.errors.ConfigError: elastic.join() was called in a data worker\n"
+        '  if __name__ == "__main__":\n'
+    )
+    verdict = judge_failure(FailureFacts(text=text, exit_code=2))
+    assert (verdict.rule, verdict.action) == (REFUSED, Action.STOP)
+    assert verdict.evidence.endswith('if __name__ == "__main__":')

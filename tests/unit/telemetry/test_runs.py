@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic.telemetry import runs
+from elastic.telemetry.files import replacing
 from elastic.telemetry.runs import (
     LocalRun,
     RunEntry,
@@ -156,3 +158,12 @@ def test_journals_stay_apart_from_a_folder_that_the_user_has_chosen(
     environ["ELASTIC_JOURNAL"] = str(chosen)
     RunEntry(replace(a_run("a"), journal=str(chosen)), environ).close()
     assert list(chosen.iterdir()) == []
+
+
+def test_a_file_that_could_not_be_replaced_leaves_nothing(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    page.write_text("old")
+    with pytest.raises(OSError), replacing(page) as new:
+        new.write_text("half")
+        raise OSError(errno.ENOSPC, "full")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("page", "old")]
