@@ -521,8 +521,12 @@ class Shutdown:
         if unsaved:
             # Not a TrainingError, a refusal that ends the job: the storage may be back at the next
             # start of the workers.
-            hint = "make the folder writable: the job continues from its newest checkpoint"
-            self._failure.fail_at_exit(SaveError(unsaved, hint=hint))
+            unsaved_error = SaveError(
+                unsaved,
+                hint="free space, or make the folder writable: the next start continues from the "
+                "newest checkpoint",
+            )
+            self._failure.fail_at_exit(unsaved_error)
         return unsaved
 
     def _save_end(self) -> str:

@@ -25,6 +25,7 @@ from elastic.testing.waiting import PATIENCE_S
 from elastic.train import checks
 from elastic.train.folder import CheckpointFolder, Checkpoints
 from elastic.train.run import Run, start_components
+from elastic.train.state import _differing_tensors
 
 
 def train_some(folder: Path, steps: int | None = 8) -> None:
@@ -49,6 +50,14 @@ def test_a_checkpoint_of_another_model_is_rejected_without_changes(
         with pytest.raises(TrainingError, match=r"0\.weight has shape \(8, 4\), here \(16, 4\)"):
             script.train()
         assert torch.equal(script.weights(), before)
+
+
+def test_tensors_of_another_model_are_listed_in_its_order() -> None:
+    """So that the same error has the same text in each process."""
+    here = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+    saved = nn.Sequential(*(nn.Linear(3, 3) for _ in range(12))).state_dict()
+    listed = [line.split()[1] for line in _differing_tensors("model", here, saved)]
+    assert listed == list(here.state_dict())
 
 
 def test_a_tracked_object_missing_from_the_checkpoint_is_named(tmp_path: Path) -> None:
