@@ -529,6 +529,10 @@ class ObjectStorage:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
+        # Those that were committed when they were last looked at: a listing of the root, of which
+        # each save makes one, need not list them again. One that another process has begun to
+        # remove since is noticed once it is read or removed here.
+        self._committed: set[CheckpointName] = set()
 
     @property
     def place(self) -> str:
@@ -555,6 +559,7 @@ class ObjectStorage:
         if name is not None and state is _State.COMMITTED and path == f"{name}/{MANIFEST}":
             entries = self._objects.list(str(name))
             if _state(entries) is not state:  # a manifest without its files is not a commit
+                self._committed.discard(name)
                 raise _missing(path)
             return entries[MANIFEST].size
         return self._objects.stat(_key(path)).size
@@ -576,7 +581,12 @@ class ObjectStorage:
         return _ObjectSink(self._objects.upload(_key(path)))
 
     def open(self, path: str) -> ReadableFile:
-        return _ObjectSource(self._objects, _key(path))
+        try:
+            return _ObjectSource(self._objects, _key(path))
+        except FileNotFoundError:
+            if (name := _parse_path(path)[0]) is not None:
+                self._committed.discard(name)
+            raise
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file, or move a checkpoint from attempt to committed, or to removed."""
@@ -601,6 +611,8 @@ class ObjectStorage:
     def remove_folder(self, path: str) -> None:
         """Remove all objects. An interruption leaves nothing that looks committed."""
         name, state = _parse_path(path)
+        if name is not None:
+            self._committed.discard(name)
         entries = self._objects.list(_key(path))
         if name is not None and state is _State.ATTEMPT and _state(entries) is state:
             entries, state = self._mark(name), _State.REMOVED
@@ -629,19 +641,25 @@ class ObjectStorage:
         self._objects.delete_prefix(_key(path))
 
     def _roots(self) -> builtins.list[str]:
-        roots = []
+        roots: builtins.list[str] = []
+        committed: set[CheckpointName] = set()
         for entry, info in self._objects.list("").items():
             name = parse_committed(entry)
             if name is None or not info.is_folder:
                 roots.append(entry)
-                continue
-            match _state(self._objects.list(str(name))):
-                case _State.COMMITTED:
-                    roots.append(str(name))
-                case _State.REMOVED:
-                    roots.append(name.removed)
-                case _:
-                    roots.append(name.attempt)
+            elif name in self._committed:
+                committed.add(name)
+                roots.append(str(name))
+            else:
+                match _state(self._objects.list(str(name))):
+                    case _State.COMMITTED:
+                        committed.add(name)
+                        roots.append(str(name))
+                    case _State.REMOVED:
+                        roots.append(name.removed)
+                    case _:
+                        roots.append(name.attempt)
+        self._committed = committed
         return roots
 
     def _exists(self, name: CheckpointName, file: str) -> bool:
@@ -666,8 +684,10 @@ class ObjectStorage:
             self._objects.delete(f"{name}/{MANIFEST}")
             raise _missing(name.attempt)  # removed before this put
         self._objects.delete(pending)
+        self._committed.add(name)
 
     def _uncommit(self, name: CheckpointName) -> None:
+        self._committed.discard(name)
         self._objects.stat(f"{name}/{MANIFEST}")
         self._objects.put(f"{name}/{_REMOVED}", b"")
         self._objects.delete(f"{name}/{MANIFEST}")

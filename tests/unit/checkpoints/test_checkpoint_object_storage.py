@@ -360,6 +360,39 @@ def test_a_writer_that_waits_for_others_sends_few_requests() -> None:
     assert len(lists) == 1, "regardless of the number of checkpoints"
 
 
+def test_a_save_sends_as_many_requests_beside_many_checkpoints_as_beside_few() -> None:
+    requests: list[str] = []
+    storage = ObjectStorage(FaultyObjects(in_memory(), before=requests.append))
+    counts: list[int] = []
+    keep = checkpoints.LatestN(100) | checkpoints.BestN(1, "loss")
+    with checkpoints.Engine(storage, keep=keep) as engine:
+        for step in range(1, 21):
+            requests.clear()
+            state = {"loss": 1.0, **small_state(step)}
+            engine.save_async(state, step=step, world=checkpoints.WriterGroup(nonce="aa")).wait()
+            counts.append(sum(call.startswith(("list ", "stat ", "get ")) for call in requests))
+    assert len(checkpoints.list_checkpoints(storage)) == 20
+    assert counts[2] == counts[-1], "each of them is billed"
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_checkpoint_that_another_process_removes_is_noticed(is_interrupted: bool) -> None:
+    """Also by a storage that has listed it before."""
+    objects = prepared()
+    storage = ObjectStorage(objects)
+    newest = checkpoints.list_checkpoints(storage)[0].name
+    other = ObjectStorage(objects)
+    other.rename(newest, f".tmp-removed-{newest}")
+    if not is_interrupted:
+        other.remove_folder(f".tmp-removed-{newest}")
+        assert newest not in storage.list("")
+    latest = checkpoints.latest(storage).checkpoint
+    assert latest is not None and latest.step == 0
+    assert newest not in storage.list("")
+    checkpoints.save(storage, small_state(2), step=2, nonce="aa")
+    assert [entry for entry in other.list("") if newest in entry] == []
+
+
 def test_a_url_scheme_without_a_driver_is_rejected_by_name() -> None:
     with pytest.raises(checkpoints.ArgumentError, match="nonsense"):
         checkpoints.latest("nonsense://bucket/prefix")
