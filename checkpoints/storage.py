@@ -22,15 +22,9 @@ from checkpoints.names import parse_attempt
 # ----------------------------------------------------------------------------
 # Classifies the failures of a storage, and translates them into errors with a remedy.
 #
-# Each call of a storage that fails raises one of three kinds
-# of ``OSError``:
-#
-# - :data:`ABSENT`: the storage was reached, and there is no such file or folder;
-# - *permanent* (:func:`is_permanent`): repeating the call has the same result, e.g. no permission;
-# - *transient*, any other: the call may succeed later, e.g. EIO, ESTALE or a timeout.
-#
-# Only the first one says that something does not exist. A transient failure of a read is repeated
-# by :class:`~checkpoints.storage.PatientStorage`.
+# :class:`Storage` defines the three kinds: absent, permanent and transient. Only the first one says
+# that something does not exist. A transient failure of a read is repeated by
+# :class:`PatientStorage`.
 
 ABSENT = (FileNotFoundError, NotADirectoryError)
 
@@ -186,10 +180,8 @@ def is_memory_file_system(device: int) -> bool:
 # The storage protocol: every operation that this package uses to store checkpoints.
 #
 # Paths are relative to the storage's root, with ``/``; they are built by
-# :mod:`checkpoints.names`, never taken from a manifest unchecked. Failures are ``OSError``,
-# of the three kinds above: FileNotFoundError and
-# NotADirectoryError say that a file or folder does not exist, every other one that this call
-# cannot tell. Callers turn them into the errors that users see.
+# :mod:`checkpoints.names`, never taken from a manifest unchecked. Callers turn failures into the
+# errors that users see.
 
 
 class WritableFile(Protocol):
@@ -223,7 +215,15 @@ class ReadableFile(Protocol):
 
 
 class Storage(Protocol):
-    """A place for checkpoints."""
+    """A place for checkpoints.
+
+    A call that fails raises an ``OSError`` of one of three kinds. *Absent* (FileNotFoundError,
+    NotADirectoryError): the storage was reached, and what is asked for does not exist; each call
+    says what that is. *Permanent*: it fails until someone intervenes, e.g. no permission, no space.
+    *Transient*, any other, e.g. EIO, ESTALE or a timeout: it says nothing about what exists.
+    :class:`TieredStorage` reads what is absent in one tier from another one, and raises the error
+    of a tier that could not answer if no other has the file.
+    """
 
     @property
     def place(self) -> str:
@@ -235,39 +235,42 @@ class Storage(Protocol):
         ...
 
     def list(self, path: str) -> list[str]:
-        """The names in a folder."""
+        """The names in a folder. Absent: the folder; the root, too, before the first save."""
         ...
 
     def size(self, path: str) -> int:
-        """The size of a file in bytes."""
+        """The size of a file in bytes. Absent: the file."""
         ...
 
     def modified_s(self, path: str) -> float:
-        """Time of the last change, in seconds since 1970."""
+        """Time of the last change, in seconds since 1970. Absent: the file or folder."""
         ...
 
     def create(self, path: str) -> WritableFile:
-        """Create a file, truncating an existing one."""
+        """Create a file, truncating an existing one. Absent: its folder, or an attempt that was
+        committed or removed meanwhile."""
         ...
 
     def open(self, path: str) -> ReadableFile:
-        """Open a file for reading. Raises OSError; FileNotFoundError if there is none."""
+        """Open a file for reading. Absent: the file."""
         ...
 
     def rename(self, old: str, new: str) -> None:
-        """Rename atomically. A folder never replaces a non-empty one (EEXIST or ENOTEMPTY)."""
+        """Rename atomically. Absent: ``old``, for example an attempt that another committer has
+        renamed. A folder never replaces a non-empty one (EEXIST or ENOTEMPTY)."""
         ...
 
     def sync_folder(self, path: str) -> None:
-        """Make the names in a folder durable."""
+        """Make the names in a folder durable. Absent: the folder. Permanent where the file system
+        has no such operation (:func:`is_unsupported`)."""
         ...
 
     def remove(self, path: str) -> None:
-        """Remove a file."""
+        """Remove a file. Absent: the file."""
         ...
 
     def remove_folder(self, path: str) -> None:
-        """Remove a folder and its content; a missing folder is not an error."""
+        """Remove a folder and its content. An absent folder is not an error."""
         ...
 
 

@@ -334,6 +334,9 @@ class MemoryStorage:
         return len(self._file(path).content)
 
     def modified_s(self, path: str) -> float:
+        folder, name = self._parent(path)
+        if name not in folder.names:
+            raise FileNotFoundError(path)
         return 0.0
 
     def create(self, path: str) -> WritableFile:

@@ -125,7 +125,8 @@ def test_files_are_written_read_and_replaced(storage: Storage) -> None:
 def test_missing_paths_raise_file_not_found(storage: Storage) -> None:
     storage.make_folder("")
     for missing in ("missing", ATTEMPT, NAME, f"{NAME}/manifest.json"):
-        for call in (storage.list, storage.size, storage.open, storage.remove):
+        reads = (storage.list, storage.size, storage.modified_s, storage.open)
+        for call in (*reads, storage.remove):
             with pytest.raises((FileNotFoundError, NotADirectoryError)):
                 call(missing)
         storage.remove_folder(missing)
