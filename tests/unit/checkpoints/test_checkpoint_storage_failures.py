@@ -172,12 +172,30 @@ def test_a_failed_listing_is_never_a_start_from_step_0(listing: int, has_memory:
             assert folder.resolve(WORLD, required=False).name == expected
 
 
-def test_an_unreadable_file_of_one_tier_does_not_hide_its_other_checkpoints() -> None:
-    disk = failing(saved_disk(), lambda label: label.startswith(f"read {NEWEST}"))
+def test_a_listing_that_fails_at_first_leads_to_no_older_generation() -> None:
+    """Later checkpoints would count as older ones, and be removed before them."""
+    clock, is_over = ManualClock(), [False]
+
+    def fails_at_first(label: str) -> None:
+        if label == "list " and not is_over[0]:
+            is_over[0] = clock.monotonic() >= STORAGE_PATIENCE_S  # the last repetition
+            raise OSError(errno.ESTALE, "stale", label)
+
+    storage = PatientStorage(FaultyStorage(saved_disk(), before=fails_at_first), clock=clock)
+    world: Any = SimpleNamespace(generation=1, nonce="n2")
+    folder = CheckpointFolder(storage, lambda *_: None)
+    with pytest.raises(checkpoints.ReadFailed):
+        folder.resolve(world, required=False)
+    assert folder.resolve(world, required=False).generation == 2
+
+
+@pytest.mark.parametrize("call", ["read", "list"])
+def test_what_one_tier_cannot_read_does_not_hide_its_other_checkpoints(call: str) -> None:
+    disk = failing(saved_disk(), lambda label: label.startswith(f"{call} {NEWEST}"))
     tiers = TieredStorage([disk])
     latest = checkpoints.latest(tiers)
     assert latest.checkpoint is not None and latest.checkpoint.step == 20
-    assert [skipped.name for skipped in latest.skipped] == [NEWEST]
+    assert [(skipped.name, skipped.is_unreadable) for skipped in latest.skipped] == [(NEWEST, True)]
     assert "Stale" in latest.skipped[0].reason and "Stale" in tiers.failures[0].reason
 
 
@@ -429,6 +447,20 @@ def test_a_job_restarts_on_a_full_disk() -> None:
     assert source.name == "step-000000040.g1.aa"
 
 
+def test_incomplete_attempts_make_room_for_the_commit_of_complete_ones(tmp_path: Path) -> None:
+    disk = Quota(tmp_path, 1 << 20)
+    state = {"w": torch.ones(40_000)}
+    save_all(disk, state, step=1)
+    for step, size in ((2, 1), (3, 2)):  # the incomplete one is the newer
+        checkpoints.save(
+            disk, state, step=step, nonce="aa", world_size=size, fence=lambda: False, generation=1
+        )
+    disk.left_bytes = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    collected = checkpoints.collect_garbage(disk, generation=2, nonce="n2")
+    assert collected.committed == ("step-000000002.g1.aa",) and collected.failed == ()
+    assert collected.removed == (".tmp-step-000000003.g1.aa",)
+
+
 def test_a_checkpoint_archived_by_a_symbolic_link_blocks_nothing(tmp_path: Path) -> None:
     root, archive = tmp_path / "root", tmp_path / "archive"
     name = save_all(root, small_state(1), step=1)
@@ -633,6 +665,25 @@ def test_failed_saves_displace_no_complete_part(tmp_path: Path) -> None:
     save(50, 0)
     latest = checkpoints.latest(TieredStorage(memory)).checkpoint
     assert latest is not None and latest.step == 20
+
+
+def test_what_killed_writers_leave_in_memory_counts_for_nothing_and_is_removed(
+    tmp_path: Path,
+) -> None:
+    memory = NodeMemory(tmp_path, room=lambda folder, limit: (1 << 40, ""))
+
+    def save(*steps: int) -> list[int]:
+        for step in steps:
+            checkpoints.save(memory, small_state(step), step=step, nonce="aa", keep=LatestN(3))
+        return [name.step for name in memory.names()]
+
+    save(1, 2)
+    for step in (3, 4):
+        memory.make_folder(f".tmp-step-{step:09d}.g0.aa")
+        memory.create(f".tmp-step-{step:09d}.g0.aa/00000-of-00001.safetensors").close()
+    assert save(5) == [5, 2, 1]
+    assert save(6, 7, 8) == [8, 7, 6]
+    assert len(memory.list("")) == 3
 
 
 # -- file systems -------------------------------------------------------------------------------
