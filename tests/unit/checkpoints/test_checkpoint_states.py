@@ -314,6 +314,11 @@ def test_keys_with_the_same_text_are_refused_for_tensors_and_exact_for_values() 
     values = {"x": {0: 1, "0": 2}}
     name = checkpoints.save(root, values, step=1, nonce="aa").name
     assert checkpoints.load(root, name).state == values
+    name = checkpoints.save(root, {"x": {0: torch.ones(1)}}, step=2, nonce="aa").name
+    live = {0: torch.zeros(1), "0": torch.zeros(1)}
+    with pytest.raises(checkpoints.StateError, match="'x/0'"):
+        checkpoints.load(root, name, into={"x": live})
+    assert not any(live.values())
 
 
 @pytest.mark.parametrize("position", [(1, 2), {"epoch": (1,)}, {1: 2}])
