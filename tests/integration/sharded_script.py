@@ -441,6 +441,7 @@ def restored(rank: int, size: int, folder: Path, trouble: str) -> Result:
     """A job saves twice, and restores its state, which is not sharded, in a new world. Rank 1
     fails in between. Without a page cache in common, as on several nodes."""
     from elastic.groups.world import World
+    from elastic.hangs.page import THREAD_NAME as BUSY_THREAD
     from elastic.train.checkpointing import CheckpointManager
     from elastic.train.folder import Checkpoints
     from elastic.train.state import JobState
@@ -462,11 +463,17 @@ def restored(rank: int, size: int, folder: Path, trouble: str) -> Result:
     dist.barrier()
     counting = Counting(folder)
 
-    def before_read(call: str) -> None:
-        if rank == 1 and is_read(call):
-            TROUBLES[trouble](folder)
+    unwatched: list[str] = []
 
-    faulty = FaultyStorage(counting, before=before_read if trouble in TROUBLES else None)
+    def before_read(call: str) -> None:
+        if not is_read(call):
+            return
+        if rank == 1 and trouble in TROUBLES:
+            TROUBLES[trouble](folder)
+        if BUSY_THREAD not in [thread.name for thread in threading.enumerate()]:
+            unwatched.append(call)
+
+    faulty = FaultyStorage(counting, before=before_read)
     events: list[Any] = []
     journal: Any = SimpleNamespace(emit=lambda event, **_: events.append(event))
     saver = CheckpointManager(Checkpoints(faulty), journal)
@@ -491,6 +498,7 @@ def restored(rank: int, size: int, folder: Path, trouble: str) -> Result:
         "step": job.progress.step,
         "weight": [float(average.weight.min()), float(average.weight.max())],
         "read": counting.read,
+        "unwatched": unwatched,
         "skipped": [
             event.reason for event in events if type(event).__name__ == "CheckpointSkipped"
         ],

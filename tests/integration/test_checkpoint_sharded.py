@@ -334,6 +334,7 @@ def test_a_world_reads_the_state_of_a_job_in_parts(run: Run, root: Path) -> None
     for result in results:
         assert (result["error"], result["step"], result["weight"]) == ("", 2, [2.0, 2.0])
         assert result["read"] < size / 3 + 10_000
+        assert result["unwatched"] == [], "or it would count as hung, however large its part is"
 
 
 def test_a_world_goes_back_past_damage_that_one_rank_has_read(run: Run, root: Path) -> None:
