@@ -140,6 +140,8 @@ def test_a_fault_at_any_storage_call_leaves_complete_checkpoints(fault: StorageF
         assert listed
         for info in listed:
             assert same(checkpoints.load(storage, info.name).state, small_state(info.step))
+        entries = [entry for entry in storage.list("") if entry.startswith("step-")]
+        assert len(entries) == len(listed), "none is partly removed"
         checkpoints.collect_garbage(storage, generation=1, nonce="bb")
         assert [entry for entry in storage.list("") if entry.startswith(".tmp-step")] == []
         save_all(storage, small_state(4), step=4, generation=1, nonce="bb")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -523,7 +524,7 @@ def test_a_full_disk_is_freed_of_attempts_of_earlier_worlds(tmp_path: Path) -> N
     attempts = [entry for entry in disk.list("") if entry.startswith(".tmp-step")]
     assert len(attempts) == 3
     state = {"w": torch.ones(80_000)}
-    for left_bytes, complete in ((700_000, True), (500_000, False)):
+    for left_bytes, complete in ((600_000, True), (500_000, False)):
         disk.left_bytes = left_bytes
         saved = checkpoints.save(
             disk, state, step=5, nonce=f"a{left_bytes}", world_size=2, generation=2, rank=1
@@ -531,6 +532,26 @@ def test_a_full_disk_is_freed_of_attempts_of_earlier_worlds(tmp_path: Path) -> N
         left = [entry for entry in disk.list("") if entry.startswith(".tmp-step-000000004")]
         assert saved.is_waiting and bool(left) is complete
     assert ".tmp-step-000000002.g1.aa" not in disk.list("")
+
+
+@pytest.mark.parametrize("call", ["write", "rename"])
+def test_saves_that_fail_for_long_leave_one_attempt(call: str) -> None:
+    """The shares of one writer, or the commit."""
+
+    def fails(label: str) -> bool:
+        return label.startswith(f"{call} .tmp-step") and ("/" in label) is (call == "write")
+
+    disk = saved_disk()
+    broken = failing(disk, fails, errno.EIO)
+    for step in (40, 50, 60):
+        save = functools.partial(
+            checkpoints.save, step=step, nonce="aa", generation=1, world_size=2
+        )
+        save(disk, small_state(step), rank=1)
+        with pytest.raises(checkpoints.WriteFailed):
+            save(broken, small_state(step), rank=0)
+    attempts = [entry for entry in disk.list("") if entry.startswith(".tmp-step")]
+    assert attempts == [".tmp-step-000000060.g1.aa"]
 
 
 def test_killed_commits_leave_no_manifests_behind() -> None:
