@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -350,7 +351,8 @@ def _group_errors(journal: Path) -> list[str]:
 
 
 # An error in the output of `elastic run`: printed, or logged; and the line with its hint.
-_AFTERWARDS = "what happened: elastic events"  # the commands that show a job, after its end
+# The commands that show a job, after its end; the remedy follows once more.
+_AFTERWARDS = "what happened: elastic events"
 _ERROR = re.compile(
     r"^(?:elastic: |\S+ ERROR +\[[^]]*\] )(?P<message>.*)(?:\n  +(?P<hint>.*))?", re.MULTILINE
 )
@@ -364,7 +366,7 @@ def _of_end(current: str, journal: Path, lines: Sequence[str]) -> Finding:
     ended = [r.text("reason") for r in read_folder(journal)[0] if r.name == "job-ended"]
     if why := [*_group_errors(journal), *ended][-1:]:
         return checks.broken(current, why[0])
-    said = [line for line in lines if _AFTERWARDS not in line]
+    said = itertools.takewhile(lambda line: _AFTERWARDS not in line, lines)
     errors = list(_ERROR.finditer("\n".join(said)))
     if not errors:
         return checks.broken(current, " ".join(lines[-2:]) or "the job has ended without a result")

@@ -47,7 +47,7 @@ from elastic.launcher.launch import (
     tolerate_unreadable_error_files,
 )
 from elastic.launcher.torch_agent import Launcher, WorkerFailure
-from elastic.membership.budget import IN_A_ROW, FailedStarts, Failure, error_line
+from elastic.membership.budget import FAILED_STARTS_S, FailedStarts, Failure, error_line
 from elastic.membership.records import Keys, Node
 from elastic.membership.replicas import require_whole_replicas
 from elastic.store.client import etcd_config
@@ -245,10 +245,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._failed_starts.clear()
             return
         failure = Failure(node.name, failed.text, failed.exit_code)
-        if self._failed_starts.failed(failure):
+        if self._failed_starts.failed(failure, SYSTEM_CLOCK.monotonic()):
             raise JobFailed(
-                f"the workers of {node.name} failed {IN_A_ROW} times in a row in the same way "
-                f"before they had joined the job: {error_line(failure)}",
+                f"for {FAILED_STARTS_S:g} s, the workers of {node.name} have failed in the same "
+                f"way before they had joined the job: {error_line(failure)}",
                 hint="the job goes on without this node; mend what differs on it from the others, "
                 "and start it again",
             )

@@ -45,6 +45,8 @@ FLAP_WINDOW_S = 120.0
 # The nodes that arrived at a build report the missing ones. Pure state; for one thread.
 
 IN_A_ROW = 3
+# A node whose workers fail for so long before they are in any world, always in the same way, ends.
+FAILED_STARTS_S = 60.0
 
 
 class FailedBuilds:
@@ -519,19 +521,21 @@ class FailedStarts:
     counts them."""
 
     def __init__(self) -> None:
-        self._error, self._count = "", 0
+        self._error, self._count, self._since_s = "", 0, 0.0
 
     def clear(self) -> None:
         """The workers were in a world."""
         self._count = 0
 
-    def failed(self, failure: Failure) -> bool:
-        """Whether the workers have now failed so often in the same way that another start will
-        not help. A signal from outside says nothing about that."""
+    def failed(self, failure: Failure, now: float) -> bool:
+        """Whether the workers have now failed in the same way so often, and for so long (a file
+        system may be away), that another start will not help. A signal from outside says nothing
+        about that."""
         error = comparable(failure)
-        self._count = 0 if _is_killed(failure) else self._count + 1 if error == self._error else 1
-        self._error = error
-        return self._count >= IN_A_ROW
+        if self._count == 0 or error != self._error:
+            self._error, self._count, self._since_s = error, 0, now
+        self._count = 0 if _is_killed(failure) else self._count + 1
+        return self._count >= IN_A_ROW and now >= self._since_s + FAILED_STARTS_S
 
 
 def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:

@@ -45,7 +45,7 @@ LEFT_SLICE_S = 0.2
 # Ranks that end because one has left the loop wait this long for each other: all learn it within
 # LONG_WAIT_S, or on a busy machine within seconds. One that learns it too late only reports a lost
 # connection.
-VERDICT_KNOWN_S = 10.0
+VERDICT_KNOWN_S = 30.0
 
 _SLICE = datetime.timedelta(seconds=LEFT_SLICE_S)
 _TOGETHER, _ANNOUNCED = "together", "announced"

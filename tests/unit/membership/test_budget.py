@@ -523,10 +523,10 @@ def test_a_node_that_fails_alike_before_it_joins_is_not_started_for_ever() -> No
     usage, other = Failure("n3", None, 2), Failure("n3", "OSError: [Errno 5] /data", 1)
     killed = Failure("n3", None, -9)
     starts = FailedStarts()
-    assert [starts.failed(usage) for _ in range(3)] == [False, False, True]
+    assert [starts.failed(usage, now) for now in (0, 1, 59, 60)] == [False, False, False, True]
     starts.clear()  # its workers were in a world
     rows: list[list[Failure]] = [[usage, usage, other], [other, usage, usage], [killed] * 4]
     for row in rows:
-        assert not any(starts.failed(failure) for failure in row), row
+        assert not any(starts.failed(failure, 100 * i) for i, failure in enumerate(row)), row
     pids = [Failure("n3", f"RuntimeError: worker (pid {n}) failed", 1) for n in (71, 8, 903)]
-    assert [starts.failed(failure) for failure in pids] == [False, False, True]
+    assert [starts.failed(f, 1000 + 40 * i) for i, f in enumerate(pids)] == [False, False, True]
