@@ -79,6 +79,8 @@ RECHECK_S = 0.5
 LEADER_IDLE_S = 5.0
 # The same, before its watch has listed the nodes.
 LEADER_UNLISTED_S = 1.0
+# A leader rests between two turns for as long as a turn takes, and no longer than this.
+LEADER_REST_S = 0.2
 
 # ----------------------------------------------------------------------------
 # Probes of the nodes whose liveness is in question, on separate threads.
@@ -371,6 +373,7 @@ class Leadership:
         self.writer = WorldWriter(context, self.roster, self._accounting, announce, fence)
         # The nodes whose probe has proved their death, until their records are read.
         self._lost: dict[str, NodeLost] = {}
+        self._rests_until_s = 0.0
         self._waiting_reason = ""
         self.waiting: dict[str, str] = {}  # id of each node that is not admitted -> why
         self._prober = Prober(context, self.roster)
@@ -530,6 +533,8 @@ class Leadership:
         now = self._context.clock.monotonic()
         if not self._listed:
             return None, now + LEADER_UNLISTED_S
+        if now < self._rests_until_s:
+            return None, self._rests_until_s
         self.roster.learn_worlds(self._context.status.known_worlds)
         entry_or_wait = self.writer.adopt(entry, now, since_s=self._since_s)
         if isinstance(entry_or_wait, float):
@@ -542,9 +547,12 @@ class Leadership:
         self._prober.start_probes(world, now)
         self._confirm_losses(now)
         if self.roster.unresolved() or self._waits_for_registration(world, now):
+            if len(self.roster.unresolved()) > _MAX_PROBES:
+                self._rest(now)
             return None, now + RECHECK_S
         self._delete_ended(entry, world)
         self._accounting.observe(self._context.status.step_rate)
+        began_s = self._context.clock.monotonic()
         view = self._view(entry, done, now)
         self.waiting = waiting_nodes(view, now, self._policy)
         decision = decide(view, now, self._policy)
@@ -554,7 +562,14 @@ class Leadership:
                 return ended, now + RECHECK_S
             # The count may have quarantined a node, which is then excluded at once.
             decision = decide(self._view(entry, done, now), now, self._policy)
+        self._rest(began_s)
         return self._act(decision, entry, now)
+
+    def _rest(self, began_s: float) -> None:
+        """Decide nothing for as long as this took. It takes longer with more nodes: a turn for each
+        that arrives would keep the threads that receive and probe them from running."""
+        now = self._context.clock.monotonic()
+        self._rests_until_s = now + min(now - began_s, LEADER_REST_S)
 
     def judge(self, entry: WorldEntry) -> None:
         """Judge ranks without progress, and stragglers. Raises CoordinationError."""
