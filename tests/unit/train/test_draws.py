@@ -490,6 +490,10 @@ class Yields(Sampler[Any]):
         return iter(self.values())
 
 
+def times_of_day() -> Iterator[int]:
+    yield from (time.perf_counter_ns() % N for _ in range(20))
+
+
 def endless() -> Iterator[int]:
     while True:
         yield 0
@@ -498,7 +502,7 @@ def endless() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("sampler", "named", "remedy"),
     [
-        (Yields(lambda: [time.perf_counter_ns() % N]), "yields other indices each time", "time"),
+        (Yields(times_of_day), "yields other indices each time", "time"),
         (Yields(lambda: [1, N]), "has index 53, but the dataset has 53 samples", "from 0"),
         (Yields(lambda: [1, 2.5]), "does not contain sample indices", "integers"),
         (Yields(list), "is empty", "chooses"),
