@@ -691,6 +691,7 @@ class ObjectStorage:
         self._objects.stat(f"{name}/{MANIFEST}")
         self._objects.put(f"{name}/{_REMOVED}", b"")
         self._objects.delete(f"{name}/{MANIFEST}")
+        self._committed.discard(name)  # again: another thread may have listed the root meanwhile
 
 
 class _ObjectSink:

@@ -132,13 +132,13 @@ def find_joining_nodes(
     eligible, ends = [], []
     skipped: dict[str, str] = {}
     for n in by_seniority(n for n in view.nodes if n.node.node_id not in members):
+        if n.liveness is Liveness.DEAD:
+            continue
         name, node_id = n.node.name, n.node.node_id
         until = quarantined_until(n.node, view)
         is_quarantined = until is not None and now < until
         why = view.quarantine_reasons.get(node_id, "")
         quarantined = f"{name} is quarantined" + f": {why}" * bool(why)
-        if n.liveness is Liveness.DEAD:
-            continue
         if not _can_join(n.node, in_process):
             if is_quarantined:
                 skipped[node_id] = quarantined

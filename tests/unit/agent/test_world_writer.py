@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +17,7 @@ from elastic.agent.leader import Leadership, Probed, WorldWriter
 from elastic.agent.liveness import Connections, Verdict
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
 from elastic.agent.roster import NodesEvent, Roster
-from elastic.membership.records import Keys, Leader, NodeState, Outcome, encode
+from elastic.membership.records import Keys, Leader, NodeState, Outcome, WorldRecord, encode
 from elastic.membership.view import Liveness, Policy
 from elastic.telemetry.events import NodeLost
 from elastic.testing.waiting import PATIENCE_S
@@ -83,6 +85,20 @@ def test_a_former_leader_does_not_end_the_job() -> None:
     assert store.get(KEYS.done) is not None
 
 
+@contextlib.contextmanager
+def term_of(context: NodeContext, store: MemoryStore, now: WorldRecord) -> Iterator[Leadership]:
+    """A term as leader, which has listed the nodes."""
+    term = Leadership(context, lambda record: None, Connections(), lambda: (KEYS.leader, 0))
+    try:
+        (listed,) = context.inbox.take(PATIENCE_S)
+        assert isinstance(listed, NodesEvent)
+        term.on_nodes(listed, now)
+        yield term
+    finally:
+        term.close()
+        store.close()
+
+
 def test_a_former_leader_deletes_no_record_that_its_successor_needs() -> None:
     """n3 has finished in a world that the former leader does not know: without its record the next
     leader would take it for lost, and interrupt the others."""
@@ -94,11 +110,7 @@ def test_a_former_leader_deletes_no_record_that_its_successor_needs() -> None:
     for name in ("n1", "n2"):
         running = node(name, NodeState.STARTING, running=seven)
         store.put(KEYS.node(f"id-{name}"), encode(running), lease=store.lease(5.0))
-    term = Leadership(context, lambda record: None, Connections(), lambda: (KEYS.leader, 0))
-    try:
-        (listed,) = context.inbox.take(PATIENCE_S)
-        assert isinstance(listed, NodesEvent)
-        term.on_nodes(listed, seven)
+    with term_of(context, store, seven) as term:
         for name, liveness in (("n1", "alive"), ("n2", "alive"), ("n3", "dead")):
             term.roster.resolve(f"id-{name}", Verdict(Liveness(liveness), ""), 1.0)
         current = WorldEntry(eight, store.put(KEYS.world, encode(eight)), 0.0)
@@ -108,9 +120,6 @@ def test_a_former_leader_deletes_no_record_that_its_successor_needs() -> None:
         assert store.get(KEYS.node("id-n3")) is not None, "a member"
         term.lead(replace(former, mod_revision=current.mod_revision), None)
         assert store.get(KEYS.node("id-n3")) is None, "not a member"
-    finally:
-        term.close()
-        store.close()
 
 
 @pytest.mark.parametrize("ended", [["n3"], ["n2", "n3"]], ids=["one", "several"])
@@ -125,11 +134,7 @@ def test_a_node_that_ends_before_the_watch_has_its_last_record_is_not_lost(
     for name in ("n1", "n2", "n3"):
         record = node(name, NodeState.STARTING, running=running)
         store.put(KEYS.node(f"id-{name}"), encode(record), lease=store.lease(5.0))
-    term = Leadership(context, lambda record: None, Connections(), lambda: (KEYS.leader, 0))
-    try:
-        (listed,) = context.inbox.take(PATIENCE_S)
-        assert isinstance(listed, NodesEvent)
-        term.on_nodes(listed, running)
+    with term_of(context, store, running) as term:
         for name in ("n1", "n2", "n3"):
             term.roster.resolve(f"id-{name}", Verdict(Liveness.ALIVE, ""), 1.0)
         for name in ended:
@@ -147,6 +152,3 @@ def test_a_node_that_ends_before_the_watch_has_its_last_record_is_not_lost(
         lost = [event for event in context.journal.events if isinstance(event, NodeLost)]
         assert (written is None) == has_finished
         assert {event.lost for event in lost} == (set() if has_finished else set(ended))
-    finally:
-        term.close()
-        store.close()
