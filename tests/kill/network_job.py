@@ -90,6 +90,11 @@ class NetworkJob(TrainingJob):
 
     # Who -------------------------------------------------------------------------------------
 
+    @property
+    def door_port(self) -> int:
+        """The port at which machines reach etcd, at the host's address."""
+        return int(self._door.rsplit(":", 1)[1])
+
     def address(self, node: LocalNode) -> str:
         return self._machines[node.name].address
 

@@ -112,6 +112,10 @@ class EmulatedNetwork:
         """Drop TCP packets to these ports of an address, and no others, as a firewall does."""
         self._order({"blocked": [(address, port) for port in ports]})
 
+    def block_all_but(self, *ends: tuple[str, int]) -> None:
+        """Drop the TCP packets of all connections of which neither end is one of these ports."""
+        self._order({"only": ends})
+
     def others(self, machine: EmulatedMachine) -> tuple[str, ...]:
         """The addresses of the other machines, without the host's."""
         return tuple(m.address for m in self.machines if m is not machine)
@@ -119,7 +123,7 @@ class EmulatedNetwork:
     def heal(self) -> None:
         """Deliver all packets again, also of dropped connections."""
         self._impaired = {}
-        self._order({"rules": [], "forget_flows": True, "blocked": []})
+        self._order({"rules": [], "forget_flows": True, "blocked": [], "only": None})
 
     def _impair(self, pairs: Iterable[tuple[str, str]], impairment: Impairment) -> None:
         self._impaired |= dict.fromkeys(pairs, impairment)

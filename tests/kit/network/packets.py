@@ -20,6 +20,11 @@ class Flow:
     ports: bytes
 
     @property
+    def source_port(self) -> bytes:
+        """In network byte order."""
+        return self.ports[:2]
+
+    @property
     def target_port(self) -> bytes:
         """In network byte order."""
         return self.ports[2:]

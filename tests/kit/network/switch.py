@@ -10,6 +10,7 @@ rule drops or delays them. Run as ``python -m kit.network.switch`` by
     {"drop_established": [["10.0.0.1", "10.0.0.2"]]}     (answered with the number of flows)
     {"forget_flows": true}
     {"blocked": [["10.0.0.1", 2379]]}
+    {"only": [["10.0.0.1", 2379]]}                       (null: everything)
 
 Each order is answered with a line once it is in effect. The end of its input ends the process and
 its devices.
@@ -61,6 +62,7 @@ class Switch:
         self._flows: set[Flow] = set()  # seen since the beginning
         self._dropped: set[Flow] = set()
         self._blocked: set[tuple[bytes, bytes]] = set()  # target and its port
+        self._only: set[tuple[bytes, bytes]] | None = None  # one end of a flow and its port
         self._late: list[tuple[float, int, int, bytes]] = []  # a heap: due, number, device, packet
         self._numbers = itertools.count()
         self._random = random.Random(seed)
@@ -104,10 +106,9 @@ class Switch:
         if order.get("forget_flows"):
             self._dropped = set()
         if "blocked" in order:
-            self._blocked = {
-                (socket.inet_aton(address), port.to_bytes(2, "big"))
-                for address, port in order["blocked"]
-            }
+            self._blocked = _ends(order["blocked"])
+        if "only" in order:
+            self._only = None if order["only"] is None else _ends(order["only"])
         pairs = {tuple(map(socket.inet_aton, pair)) for pair in order.get("drop_established", ())}
         found = {flow for flow in self._flows if (flow.source, flow.target) in pairs}
         self._dropped |= found
@@ -129,7 +130,10 @@ class Switch:
         flow = flow_of(packet)
         if flow is not None:
             self._flows.add(flow)
+            ends_of_flow = {(flow.source, flow.source_port), (flow.target, flow.target_port)}
             if flow in self._dropped or (flow.target, flow.target_port) in self._blocked:
+                return
+            if self._only is not None and not ends_of_flow & self._only:
                 return
         rule, target = self._rules.get(ends), self._devices[ends[1]]
         if rule is None:
@@ -146,6 +150,10 @@ class Switch:
         while self._late and self._late[0][0] <= now_s:
             _, _, target, packet = heapq.heappop(self._late)
             _write(target, packet)
+
+
+def _ends(pairs: list[tuple[str, int]]) -> set[tuple[bytes, bytes]]:
+    return {(socket.inet_aton(address), port.to_bytes(2, "big")) for address, port in pairs}
 
 
 def _write(device: int, packet: bytes) -> None:
