@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +14,9 @@ import torch
 from kit.plain_store import plain_store
 
 from elastic.testing.small_world.world import Death, RunOutcome, SmallWorld
-from elastic.testing.waiting import PATIENCE_S
 
 SCRIPTS = Path(__file__).parent / "scripts"
+Plain = Callable[[tuple[str, ...]], dict[str, torch.Tensor]]
 SIZE = 3
 EQUAL = 1e-12
 DEVICE = "kit.shared_gpu:share_if_told"
@@ -34,40 +30,23 @@ def world() -> Iterator[SmallWorld]:
         yield made
 
 
-@functools.cache
-def plain(script: str, *options: str) -> dict[str, torch.Tensor]:
+@pytest.fixture(scope="module")
+def plain(world: SmallWorld, tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """The result of the plain framework with three undisturbed ranks."""
-    with plain_store() as environment:
-        said = _said_by_ranks(environment, script, *options)
-    return {
-        n: torch.tensor(v, dtype=torch.float64)
-        for n, v in json.loads(said[0].splitlines()[-1]).items()
-    }
 
+    @functools.cache
+    def trained(case: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        script, *options = case
+        folder = tmp_path_factory.mktemp("plain")
+        arguments = ["plain", *options]
+        with plain_store() as where:
+            outcome = world.run(
+                SCRIPTS / script, folder, size=1, arguments=arguments, environment=where
+            )
+        outcome.assert_success(workers=1)
+        return outcome.survivors[0].result
 
-def _said_by_ranks(environment: dict[str, str], script: str, *options: str) -> list[str]:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPTS / script), "plain", *options],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "GROUP_RANK": str(rank),
-                "WORLD_SIZE": str(SIZE),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "OMP_NUM_THREADS": "1",
-                **environment,
-                "NCCL_HOSTID": str(rank),  # for ranks that share a GPU
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(SIZE)
-    ]
-    said = [rank.communicate(timeout=5 * PATIENCE_S)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * SIZE
-    return said
+    return trained
 
 
 def elastic_run(
@@ -77,9 +56,10 @@ def elastic_run(
     return world.run(SCRIPTS / script, folder, size=SIZE, arguments=arguments, limit_s=240.0, **how)
 
 
-def assert_as_plain(outcome: RunOutcome, case: tuple[str, ...], *, workers: int) -> None:
+def assert_equal(
+    outcome: RunOutcome, expected: Mapping[str, torch.Tensor], *, workers: int
+) -> None:
     outcome.assert_success(workers=workers)
-    expected = plain(*case)
     for survivor in outcome.survivors:
         assert survivor.result.keys() == expected.keys()
         for name, value in expected.items():
@@ -101,11 +81,11 @@ CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_a_death_leaves_what_the_plain_framework_computes(
-    world: SmallWorld, tmp_path: Path, case: tuple[str, ...]
+    world: SmallWorld, plain: Plain, tmp_path: Path, case: tuple[str, ...]
 ) -> None:
     pytest.importorskip(case[0].partition("_")[0].replace("fabric", "lightning"))
     undisturbed = elastic_run(world, tmp_path / "undisturbed", *case)
-    assert_as_plain(undisturbed, case, workers=SIZE)
+    assert_equal(undisturbed, plain(case), workers=SIZE)
     for seed in range(2 if case in QUICK else 12):
         pick = random.Random(str((seed, case)))
         rank = pick.randrange(SIZE)
@@ -115,7 +95,7 @@ def test_a_death_leaves_what_the_plain_framework_computes(
             world, tmp_path / str(seed), *case, death=death, is_replaced=is_replaced
         )
         assert outcome.died_at
-        assert_as_plain(outcome, case, workers=SIZE - 1 + is_replaced)
+        assert_equal(outcome, plain(case), workers=SIZE - 1 + is_replaced)
 
 
 SPLIT = """

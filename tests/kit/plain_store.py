@@ -1,7 +1,9 @@
-"""The store at which ranks of a plain job meet, hosted by the test."""
+"""Ranks of a plain job: forked by its script, in one start of Python and one import of torch, and
+the store at which they meet, hosted by the test."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,3 +23,19 @@ def plain_store() -> Iterator[dict[str, str]]:
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
     }
+
+
+def fork_ranks(size: int) -> int:
+    """Become one of ``size`` ranks; returns which. The others than rank 0 must end with
+    ``os._exit(0)``."""
+    os.environ.update(
+        WORLD_SIZE=str(size),
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        TORCHELASTIC_RUN_ID="plain",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    rank = next((rank for rank in range(1, size) if os.fork() == 0), 0)
+    os.environ["RANK"] = os.environ["GROUP_RANK"] = str(rank)
+    os.environ["NCCL_HOSTID"] = str(rank)  # for ranks that share a GPU
+    return rank

@@ -9,6 +9,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from kit.plain_store import fork_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,28 +42,10 @@ OPTIONS = {
 }
 
 
-def fork_ranks():
-    """Become one of the ranks of plain Lightning."""
-    ranks = OPTIONS["ranks"]
-    os.environ.update(
-        WORLD_SIZE=str(ranks),
-        LOCAL_RANK="0",
-        GROUP_RANK="0",
-        LOCAL_WORLD_SIZE="1",
-        TORCHELASTIC_RUN_ID="plain",
-        GLOO_SOCKET_IFNAME="lo",
-        **OPTIONS["environment"],
-    )
-    for rank in range(1, ranks):
-        if os.fork() == 0:
-            os.environ["RANK"] = os.environ["GROUP_RANK"] = str(rank)
-            os.environ["NCCL_HOSTID"] = str(rank)  # for ranks that share a GPU
-            return rank
-    os.environ["RANK"] = "0"
-    return 0
-
-
-PLAIN_RANK = fork_ranks() if OPTIONS["strategy"] == "ddp" else 0
+PLAIN_RANK = 0
+if OPTIONS["strategy"] == "ddp":
+    os.environ.update(OPTIONS["environment"])
+    PLAIN_RANK = fork_ranks(OPTIONS["ranks"])
 
 if OPTIONS["package"] == "lightning":
     import lightning.pytorch as pl
