@@ -296,7 +296,7 @@ def test_the_code_after_the_last_loop_of_a_restarted_script_takes_effect_once(
     assert " 12 steps committed" in verdict.died_at
 
 
-@pytest.mark.parametrize("is_copied_seldom", [False, True])
+@pytest.mark.parametrize("is_copied_seldom", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_rank_that_ends_alone_does_not_save_the_step_in_which_its_last_loop_was_left(
     runner: Runner, is_copied_seldom: bool
 ) -> None:

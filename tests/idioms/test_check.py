@@ -106,6 +106,7 @@ def test_an_exact_script(runs: IdiomRuns, tmp_path: Path) -> None:
     assert json.loads(json.dumps(as_json(report)))["exact"] is True
 
 
+@pytest.mark.slow
 def test_a_counter_outside_of_the_state(runs: IdiomRuns, tmp_path: Path) -> None:
     """The weights differ from the first step after the recovery on, and the line is named."""
     script = written(tmp_path, RATE_BY_A_COUNTER)

@@ -287,6 +287,7 @@ def check(runs: IdiomRuns, way: str, kind: str, seed: int) -> None:
     assert_results(outcome, undisturbed.survivors[0].result, tolerance=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "way"), [("nanogpt", "replicas")])
 def test_a_death_does_not_change_the_result(runs: IdiomRuns, kind: str, way: str) -> None:
     check(runs, way, kind, 0)

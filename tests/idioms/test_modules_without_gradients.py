@@ -187,7 +187,13 @@ FIRST, SECOND = "model (Expert)", "model1 (Expert)"
             id="parts of a module",
             marks=pytest.mark.slow,
         ),
-        pytest.param("in one other size lacking", REPLICAS, "model.experts.0 (Expert)", id="sizes"),
+        pytest.param(
+            "in one other size lacking",
+            REPLICAS,
+            "model.experts.0 (Expert)",
+            id="sizes",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "two skipped means", REPLICAS, SECOND, id="a step of a replica", marks=pytest.mark.slow
         ),
@@ -225,7 +231,9 @@ def assert_refused(outcome: RunOutcome, begin: int, name: str) -> None:
     ("way", "dims", "size", "per_node"),
     [
         pytest.param("two in turn", (), 2, 1, id="modules", marks=pytest.mark.slow),
-        pytest.param("two in turn means", REPLICAS, 2, 1, id="sharded modules"),
+        pytest.param(
+            "two in turn means", REPLICAS, 2, 1, id="sharded modules", marks=pytest.mark.slow
+        ),
         pytest.param(
             "in one in turn", REPLICAS, 2, 1, id="parts of a module", marks=pytest.mark.slow
         ),

@@ -158,6 +158,7 @@ def train():
 """
 
 
+@pytest.mark.slow
 def test_gradients_summed_with_another_collective_are_not_used(
     runs: IdiomRuns, streams: IdiomRuns, tmp_path: Path
 ) -> None:
@@ -204,6 +205,7 @@ def train():
             assert torch.equal(weights, joining_node.result[name])
 
 
+@pytest.mark.slow
 def test_activations_are_freed_before_a_state_transfer(streams: IdiomRuns, tmp_path: Path) -> None:
     body = """
 import weakref

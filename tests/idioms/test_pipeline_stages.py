@@ -412,6 +412,7 @@ def resumed(outcome: RunOutcome) -> set[int]:
     return {int(worker.result["resumed"]) for worker in outcome.survivors}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_each_stage_once(saved: Saved) -> None:
     info = checkpoints.latest(saved.disk).checkpoint
     assert info is not None and info.world_size == 4

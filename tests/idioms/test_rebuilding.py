@@ -118,7 +118,7 @@ def test_three_ranks_with_uneven_shares_train_like_one(
     ("counted", "is_replaced"),
     [
         pytest.param(LINES, False, id="lines-fewer", marks=pytest.mark.slow),
-        pytest.param(LINES, True, id="lines-replaced"),
+        pytest.param(LINES, True, id="lines-replaced", marks=pytest.mark.slow),
         pytest.param(CALLS, False, id="calls-fewer", marks=pytest.mark.slow),
         pytest.param(CALLS, True, id="calls-replaced", marks=pytest.mark.slow),
     ],

@@ -248,6 +248,7 @@ def test_optimizers_in_the_backward_pass_are_refused_in_replicas(trainer: Traine
         assert "run.build supports optimizers in the backward pass" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [

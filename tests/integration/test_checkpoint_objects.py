@@ -82,6 +82,7 @@ def test_a_url_is_a_valid_checkpoint_root(root: str) -> None:
     assert [info.step for info in checkpoints.list_checkpoints(root)] == [3, 2]
 
 
+@pytest.mark.slow
 def test_the_command_line_accepts_urls(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2):
         save(root, step)

@@ -165,10 +165,8 @@ def of_all_kinds(
     return folder, run
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[] if kind == "tp_fsdp" else pytest.mark.slow) for kind in KINDS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_of_all_parallelisms_load_into(
     of_all_kinds: tuple[Path, Run], kind: str
 ) -> None:

@@ -170,7 +170,7 @@ def test_replicas_save_into_memory_once(in_memory: SavedInMemory) -> None:
     ("kind", "size", "per_node"),
     [
         pytest.param("fsdp", 2, 2, id="one replica of two", marks=pytest.mark.slow),
-        pytest.param("fsdp", 6, 2, id="three replicas of two"),
+        pytest.param("fsdp", 6, 2, id="three replicas of two", marks=pytest.mark.slow),
         pytest.param("tp", 2, 2, id="tensor parallel", marks=pytest.mark.slow),
         pytest.param("ddp", 2, 1, id="DDP", marks=pytest.mark.slow),
     ],

@@ -201,6 +201,7 @@ def test_a_failing_script_exits_with_1(folder: Path) -> None:
     assert re.search(r"elastic: exit code 1; what it wrote: elastic logs job-\w+; ", done.stderr)
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_reach_min_nodes_is_terminated(folder: Path) -> None:
     words = ["--nodes-local=2", "--nnodes=2", "--max-restarts=0", "--embedded-etcd"]
     done = run(folder, *words, "fail_alone.py")

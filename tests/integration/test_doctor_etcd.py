@@ -90,6 +90,7 @@ def test_the_embedded_etcd_passes_with_a_warning_and_keeps_no_data(
     assert store.list(root).entries == ()
 
 
+@pytest.mark.slow
 def test_an_etcd_that_stops_answering_does_not_hang_the_doctor(
     doctor: Callable[..., Result], own_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

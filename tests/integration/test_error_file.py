@@ -65,6 +65,7 @@ def test_importing_torch_installs_the_hook_despite_a_folder_named_elastic(tmp_pa
     assert json.loads(error_file.read_text())["message"]["message"] == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["elastic", pytest.param("checkpoints", marks=pytest.mark.slow)])
 def test_an_agent_names_the_module_that_hides_a_package(tmp_path: Path, name: str) -> None:
     """``python -m`` puts the working folder first."""

@@ -359,6 +359,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", [LOADER], indirect=True)
 def test_a_first_batch_may_take_long_while_a_data_worker_computes(
     worker: Worker, tmp_path: Path

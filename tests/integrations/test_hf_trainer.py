@@ -330,6 +330,7 @@ def test_what_a_script_counts_in_its_own_attributes_is_the_jobs(
 TWICE = at("A BATCH", rank=0, event=19)  # in the second epoch of the second call
 
 
+@pytest.mark.slow
 def test_a_death_in_a_second_call_of_train_changes_nothing(runs: Runs) -> None:
     check_death(runs, "trained twice", TWICE)
 

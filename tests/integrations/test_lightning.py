@@ -126,7 +126,7 @@ DEATHS = {
 }
 
 
-QUICK = ("a training step of rank 0", "a validation", "a save of rank 0")
+QUICK = ("a training step of rank 0", "a save of rank 0")
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,7 @@ SCRIPTS: dict[str, Options] = {
 
 
 SLOW = {
+    "manual optimization",
     "early stopping, plateau, data workers, saves by step",
     "two optimizers",
     "loaders of each epoch",
@@ -228,6 +229,7 @@ def test_a_second_fit_equals_that_of_plain_lightning(lightning: Make, event: int
     jobs.assert_as_plain("join", outcome, workers=SIZE)
 
 
+@pytest.mark.slow
 def test_a_node_joins_after_a_death_in_a_sanity_check(lightning: Make) -> None:
     jobs = lightning(epochs=1)
     outcome = jobs.run("join", death=death("validation", 2, 1), is_replaced=True)
@@ -243,12 +245,14 @@ def test_a_node_joins_in_a_second_fit_without_loggers(lightning: Make) -> None:
     jobs.assert_as_plain("join", outcome, workers=SIZE)
 
 
+@pytest.mark.slow
 def test_a_job_continues_in_a_second_fit(lightning: Make) -> None:
     jobs = lightning(checkpoints=1, **{**TWICE, "validate": False})
     assert jobs.run("job", death=death("training step", 8, 1), on_death=STOP).died_at
     jobs.assert_as_plain("job", jobs.run("job"), workers=SIZE)
 
 
+@pytest.mark.slow
 def test_log_entries_outlive_a_death_while_their_file_is_opened(tmp_path: Path) -> None:
     from elastic.integrations.lightning import reopen
 

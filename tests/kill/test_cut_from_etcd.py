@@ -142,6 +142,7 @@ def test_joining_nodes_wait_while_isolated_members_train(job: CutOffJob) -> None
     job.wait_training(nodes=3, after_generation=generation)
 
 
+@pytest.mark.slow
 def test_members_that_stay_isolated_stop_before_they_are_replaced(job: CutOffJob) -> None:
     """After half of the takeover time, they save and stop; the joining nodes continue."""
     members = job.bring_to(2)

@@ -27,6 +27,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example, needs, line", JOBS, ids=["accelerate", "lightning"])
 def test_the_others_finish_when_a_node_dies(
     etcd: EmbeddedEtcd, tmp_path: Path, example: str, needs: str, line: str

@@ -160,6 +160,7 @@ def test_a_fault_swallowed_by_the_script_still_causes_a_recovery(
         swallow.unlink()
 
 
+@pytest.mark.slow
 def test_a_broken_connection_during_a_pending_planned_change_is_survived(job: TrainingJob) -> None:
     nodes = job.bring_to(2)
     before = Before(job.generation(), worker_pids(nodes))
@@ -179,6 +180,7 @@ def test_a_death_in_the_step_after_a_join_keeps_the_other_workers(job: TrainingJ
     all_back(job, before)
 
 
+@pytest.mark.slow
 def test_a_death_in_the_last_step_keeps_the_other_workers(
     job: TrainingJob, nodes: list[LocalNode], reference: Path
 ) -> None:

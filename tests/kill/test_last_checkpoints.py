@@ -9,6 +9,7 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
@@ -87,6 +88,7 @@ def test_a_leave_and_an_exhausted_failure_budget_leave_a_checkpoint(
         assert_failure_timeline(job, leaver, victims[:2])
 
 
+@pytest.mark.slow
 def test_a_notice_that_is_too_late_for_the_control_flags_leaves_a_checkpoint(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
@@ -148,6 +150,7 @@ def test_plain_python_saves_on_sigterm_and_resumes(tmp_path: Path) -> None:
         second.kill()
 
 
+@pytest.mark.slow
 def test_a_second_job_in_the_same_checkpoint_folder_is_rejected(tmp_path: Path) -> None:
     first = alone(tmp_path, "first")
     try:

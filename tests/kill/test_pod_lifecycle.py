@@ -171,6 +171,7 @@ def test_a_pod_deleted_during_warm_up_ends_immediately(workers: StatefulSet) -> 
     assert workers.training_nodes()[0] == generation  # the others are unaffected
 
 
+@pytest.mark.slow
 def test_the_finished_job_parks_its_pods_and_the_finisher_ends_them(
     workers: StatefulSet, reference: Path, tmp_path: Path
 ) -> None:

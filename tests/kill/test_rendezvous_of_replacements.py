@@ -60,6 +60,7 @@ def assert_first_is_replaced(job: TrainingJob, generation: int, before: dict[int
     assert (after[2], after[3]) == (before[2], before[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_replacement_does_not_meet_a_rank_that_is_being_terminated(
     job: TrainingJob, generation: int, dead: int

@@ -27,6 +27,7 @@ def jobs(
     )
 
 
+@pytest.mark.slow
 def test_two_simultaneous_node_deaths_are_survived(job: TrainingJob) -> None:
     nodes = job.bring_to(4)
     generation = job.generation()
@@ -69,7 +70,8 @@ def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
     job.assert_finishes_whole(undisturbed)
 
 
-@pytest.mark.parametrize("absolute", ["", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("absolute", ["", "1"])
 def test_a_script_that_changes_its_folder_at_each_start_continues_in_the_job_s_folder(
     etcd: EmbeddedEtcd, tmp_path: Path, workload: Workload, absolute: str
 ) -> None:

@@ -660,9 +660,9 @@ def _apply(job: Job, kind: str, value: Any) -> None:
     ("keep", "has_memory", "duration_s"),
     [
         pytest.param(LATEST_2, True, FOREVER_S, id="latest-forever"),
-        pytest.param(LATEST_2, False, 0, id="latest-once"),
+        pytest.param(LATEST_2, False, 0, id="latest-once", marks=pytest.mark.slow),
         pytest.param(BEST, False, FOREVER_S, id="best-forever", marks=pytest.mark.slow),
-        pytest.param(MILESTONES, True, PASSING_S, id="milestones-second"),
+        pytest.param(MILESTONES, True, PASSING_S, id="milestones-second", marks=pytest.mark.slow),
         pytest.param(TIMES, True, FOREVER_S, id="times-forever", marks=pytest.mark.slow),
         pytest.param(ALL, True, 0, id="all-once"),
         pytest.param(ALL, False, PASSING_S, id="all-second", marks=pytest.mark.slow),

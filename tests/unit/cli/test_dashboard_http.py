@@ -256,6 +256,7 @@ def fields(document: dict[str, Any], prefix: str = "") -> Iterator[str]:
 # Refreshing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_hundred_pages_see_a_kill_through_one_reader_of_etcd(
     job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
