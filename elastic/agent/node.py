@@ -383,7 +383,7 @@ class NodeStatus:
         # A refusal of the script by this library ends with its hint, to be followed first.
         reason, _, hint = done.reason.partition("\n")
         message = f"the job under {self._keys.root} has failed: {reason}"
-        hint = hint.strip()
+        hint = hint.strip() or ("fix the script" if kind is JobFailed else "")
         # (Not behind lines of code, which would be copied with it.)
         separator = "\nthen " if "\n" in hint else "; then "
         if self.timeline:  # its last part is the advice

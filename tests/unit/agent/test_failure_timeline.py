@@ -10,7 +10,7 @@ from kit.membership_nodes import node
 
 from elastic.agent.accounting import is_wanted, render
 from elastic.agent.node import NodeStatus
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, JobFailed
 from elastic.membership.records import BreakageRecord, Done, FailureRecord, Keys, Outcome
 
 SNAPSHOT = Path(__file__).parents[2] / "data" / "failure_timeline.txt"
@@ -175,6 +175,13 @@ def test_the_error_of_a_refused_job_ends_with_the_hint_and_the_way_to_continue(
         status.raise_if_over()
     assert caught.value.message == "the job under /elastic/llama-7/ has failed: the script failed"
     assert caught.value.hint == f"{hint}{separator}then {keys.how_to_continue}"
+
+
+def test_a_script_that_fails_is_fixed_before_it_is_started_again() -> None:
+    status = NodeStatus(node("n1"), Keys.of("/elastic", "job-0123456789ab"), 0.0)
+    status.set_done(replace(ended(exit_code=1), reason="the script failed"))
+    with pytest.raises(JobFailed, match="fix the script; then start it again"):
+        status.raise_if_over()
 
 
 def test_a_job_in_an_etcd_of_this_machine_continues_under_another_id() -> None:
