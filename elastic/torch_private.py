@@ -506,6 +506,19 @@ def watch_batches(enter: Callable[[Any], Any], leave: Callable[[Any], object]) -
     kind.__next__, of_workers._reset = watched_next, watched_reset
 
 
+def watch_loaders(begin: Callable[[DataLoader[Any]], object]) -> None:
+    """Call ``begin`` with any DataLoader of this process before it starts its data workers."""
+    kind: Any = DataLoader
+    get_iterator = kind._get_iterator
+
+    @functools.wraps(get_iterator)
+    def watched(loader: DataLoader[Any]) -> Any:
+        begin(loader)
+        return get_iterator(loader)
+
+    kind._get_iterator = watched
+
+
 def forget_iterator(loader: DataLoader[Any]) -> None:
     """Drop the iterator that a loader with persistent workers keeps."""
     loader._iterator = None

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
-import multiprocessing
 import queue
 import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -202,12 +197,6 @@ def describe(loader: object, order: Ordering | None = None) -> DataSource:
             hint="pass torch.utils.data.DataLoader with the same arguments: run.loader saves and "
             "restores the position",
         )
-    if runs_the_script(loader) and not is_guarded(sys._getframe()):
-        raise ConfigError(
-            "the data workers of this loader are not forked: each would run the script from its "
-            "beginning, and call elastic.join() again",
-            hint='if __name__ == "__main__":\n    main()    # everything that only the worker does',
-        )
     for replaced in (loader.batch_sampler, loader.sampler):
         if isinstance(replaced, ReplacedBatches):  # it was changed in place, and is passed again
             return replaced.source if order is None else _ordered(replaced.source, order)
@@ -225,42 +214,6 @@ def describe(loader: object, order: Ordering | None = None) -> DataSource:
             hint="DataLoader(dataset, batch_size=…, sampler=…)",
         )
     return _of_batches(loader.dataset, draw)
-
-
-def runs_the_script(loader: DataLoader[Any]) -> bool:
-    """Whether the data workers of a loader import the script, as spawned processes do."""
-    context: Any = loader.multiprocessing_context
-    if context is None:
-        # (Named first: the default, which asking for it would fix for the whole process.)
-        default = multiprocessing.get_all_start_methods()[0]
-        method = multiprocessing.get_start_method(allow_none=True) or default
-    else:
-        method = context.get_start_method()
-    return loader.num_workers > 0 and method != "fork"
-
-
-def is_guarded(frame: FrameType | None) -> bool:
-    """Whether the statement of the script that runs now is inside an ``if``, as far as its source
-    says: ``if __name__ == "__main__"`` keeps it from running in processes that import the script.
-
-    Otherwise the refusal of elastic.join() is on a data worker's stderr, and the worker itself
-    fails with "DataLoader worker exited unexpectedly", in each world.
-    """
-    while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
-            break
-        frame = frame.f_back
-    if frame is None:
-        return True
-    try:
-        script = ast.parse(Path(frame.f_code.co_filename).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return True
-    line = frame.f_lineno
-    return any(
-        isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or line)
-        for node in ast.walk(script)
-    )
 
 
 def _unordered(loader: DataLoader[Any]) -> DataSource:

@@ -3,11 +3,13 @@ generator that is older than the call of the training function."""
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import gc
 import inspect
 import itertools
+import multiprocessing
 import operator
 import sys
 import threading
@@ -16,16 +18,18 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from elastic import torch_private
-from elastic.errors import TrainingError
+from elastic.errors import ConfigError, TrainingError
 from elastic.telemetry.log import get_logger
 
 # ----------------------------------------------------------------------------
@@ -525,6 +529,53 @@ def _watch() -> None:
             each.requested(iterator)
 
     torch_private.watch_batches(enter, lambda _: None)
+    torch_private.watch_loaders(_refuse_spawned_workers)
+
+
+# Refused before they start: the refusal of elastic.join() would be on a data worker's stderr, and
+# this worker would fail with "DataLoader worker exited unexpectedly", a transient failure.
+
+
+def _refuse_spawned_workers(loader: DataLoader[Any]) -> None:
+    if _runs_the_script(loader) and not _is_guarded(sys._getframe()):
+        raise ConfigError(
+            "the data workers of this loader are not forked: each would run the script from its "
+            "beginning, and call elastic.join() again",
+            hint='if __name__ == "__main__":\n    main()    # everything that only the worker does',
+        )
+
+
+def _runs_the_script(loader: DataLoader[Any]) -> bool:
+    """Whether the data workers of a loader import the script, as spawned processes do."""
+    context: Any = loader.multiprocessing_context
+    if context is None:
+        # (Named first: the default, which asking for it would fix for the whole process.)
+        default = multiprocessing.get_all_start_methods()[0]
+        method = multiprocessing.get_start_method(allow_none=True) or default
+    else:
+        method = context.get_start_method()
+    return loader.num_workers > 0 and method != "fork"
+
+
+def _is_guarded(frame: FrameType | None) -> bool:
+    """Whether the statement of the script that runs now is inside an ``if``, as far as its source
+    says: ``if __name__ == "__main__"`` keeps it from running in processes that import the script.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            break
+        frame = frame.f_back
+    if frame is None:
+        return True
+    try:
+        script = ast.parse(Path(frame.f_code.co_filename).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return True
+    line = frame.f_lineno
+    return any(
+        isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or line)
+        for node in ast.walk(script)
+    )
 
 
 def _is_read_by_job(frame: FrameType | None) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from kit.run_kit import SAMPLES, dataset, job, network, parts_of, process
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, dataloader
 
 import checkpoints
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
@@ -484,36 +484,49 @@ def test_a_process_whose_last_state_cannot_be_saved_fails(tmp_path: Path) -> Non
     assert verdict.action is not Action.STOP, verdict  # the storage may be back at the next start
 
 
-SPAWNS_DATA_WORKERS = """
-import elastic
-from torch.utils.data import DataLoader
-
-def main():
-    run = elastic.join()
-    loader = DataLoader([1.0] * 8, batch_size=2, num_workers=1, multiprocessing_context={context!r})
-    print(run.loader(loader, global_batch=2).batch_size)
-
-{call}
+READS_WITH_DATA_WORKERS = """
+loader = DataLoader(range(4), num_workers=1, multiprocessing_context={context!r})
+if is_of_job:
+    loader = run.loader(loader)
+{statement}
+    next(iter(loader), None)
 """
+UNGUARDED, GUARDED = "for _ in range(1):", 'if __name__ == "__main__":'
 
 
 @pytest.mark.parametrize(
-    ("context", "call", "is_refused"),
+    ("context", "statement", "is_of_job", "is_refused"),
     [
-        ("spawn", "main()", True),
-        ("fork", "main()", False),
-        ("spawn", "if __name__ == '__main__':\n    main()", False),
+        ("spawn", UNGUARDED, True, True),
+        ("spawn", UNGUARDED, False, True),
+        ("fork", UNGUARDED, False, False),
+        ("spawn", GUARDED, False, False),
     ],
 )
 def test_data_workers_that_would_run_the_script_again_are_refused_before_they_start(
-    tmp_path: Path, context: str, call: str, is_refused: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: str,
+    statement: str,
+    is_of_job: bool,
+    is_refused: bool,
 ) -> None:
+    started = Mock(side_effect=lambda _: iter([]))
+    monkeypatch.setattr(dataloader, "_MultiProcessingDataLoaderIter", started)
     script = tmp_path / "script.py"
-    script.write_text(SPAWNS_DATA_WORKERS.format(context=context, call=call))
-    done = run_forked([sys.executable, str(script)], timeout_s=PATIENCE_S)
-    assert (done.returncode == 0) is not is_refused, done.stderr
-    assert ("each would run the script from its beginning" in done.stderr) is is_refused
-    assert ('if __name__ == "__main__":' in done.stderr) is is_refused
+    script.write_text(READS_WITH_DATA_WORKERS.format(context=context, statement=statement))
+    code = compile(script.read_text(), str(script), "exec")
+    error: ConfigError | None = None
+    with process(clean=False) as run:
+        job(run)
+        try:
+            exec(code, {**globals(), "__name__": "__main__", "run": run, "is_of_job": is_of_job})
+        except ConfigError as refusal:
+            error = refusal
+    assert started.called is (error is None) is not is_refused
+    if error is not None:
+        assert "each would run the script from its beginning" in error.message
+        assert error.hint is not None and GUARDED in error.hint
 
 
 def test_join_in_a_data_worker_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
