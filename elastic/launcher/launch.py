@@ -722,6 +722,7 @@ class Launch:
             MODE: options.mode,
             "ELASTIC_PREFLIGHT_PASSED": "1" if options.preflight else None,
             "ELASTIC_COLLECTIVE_TIMEOUT_S": f"{options.collective_timeout_s:g}",
+            "ELASTIC_TERMINATION_GRACE_S": f"{options.termination_grace_s:g}",
             PEER_SILENCE: f"{peer_silence_s(options.lease_s):g}",
         }
         with _environment:  # another launch may be starting workers, with its own variables

@@ -1,13 +1,15 @@
-"""A training script that stops at a moment of its life, ``--moment``, in its third epoch.
+"""A training script that stops at a moment of its life: ``MOMENT``, in its environment.
 
-An epoch has ten steps. At the moment, each rank writes ``at-RANK`` into the folder and blocks for
-minutes, once per job. The moments are those of a user's script; see MOMENTS. At these, others act:
+At the moment, which comes after a few steps of each start, each rank writes the number of committed
+steps into ``at-RANK`` in the folder and blocks for minutes, unless the file exists. The moments are
+those of a user's script; see MOMENTS. At these, others act:
 
-- "recovery": the last rank dies in step 25, and its replacement blocks in its import, as rank 0;
-- "joining": the ranks block in an evaluation, and a node that joins then in its import, as
+- "recovery": the last rank dies in a step, and its replacement blocks in its import, as rank 0;
+- "warm-up": the ranks block in an evaluation, and a node that joins then in its import, as
   ``at-joining``;
-- "save in flight": the ranks block in an evaluation, while the save of step 25 waits for the file
-  ``release``, as ``at-save``.
+- "save in flight": the ranks block in an evaluation, while a save waits for the file ``release``,
+  as ``at-save``;
+- "second signal": the ranks block in an evaluation, and the last save waits likewise.
 """
 
 from __future__ import annotations
@@ -34,75 +36,82 @@ MOMENTS = (
     "data",
     "forward",
     "compile",
+    "callback",
     "evaluation",
     "evaluation on rank 0",
     "evaluation of averaged weights",
-    "callback",
     "averaged weights without copies",
+    "between epochs",
     "last step",
     "last step without copies",
-    "torch.compile",
     "save in flight",
+    "second signal",
     "recovery",
-    "joining",
+    "warm-up",
 )
-EPOCHS, STEPS = 4, 10
+STEPS = 10  # of an epoch
+FEW = 5
 BLOCKED_S = 300.0
-parser = job_parser()
-parser.add_argument("--moment", default="")
-options = parser.parse_args()
+options = job_parser().parse_args()
+moment = os.environ.get("MOMENT", "")
+epochs_of_job = int(os.environ.get("EPOCHS", "1000"))
 rank = int(os.environ.get("RANK", "0"))
+first_step = step_now = 0  # of this start; committed steps
 
 
-def block(moment: str, name: str = "") -> None:
-    """Block for minutes if it is the moment, unless an earlier start has."""
+def block(*moments: str, name: str = "") -> None:
+    """Block for minutes if it is one of the moments, and no earlier start has."""
     marker: Path = options.folder / f"at-{name or rank}"
-    if options.moment != moment or marker.exists():
+    if moment not in moments or marker.exists():
         return
-    marker.touch()
+    marker.with_suffix(".tmp").write_text(str(step_now))
+    marker.with_suffix(".tmp").rename(marker)
     until = time.monotonic() + BLOCKED_S
     while time.monotonic() < until:
         time.sleep(0.1)
 
 
 def die_once() -> None:
-    died: Path = options.folder / "died"
-    if options.moment == "recovery" and rank == run.world.size - 1 and not died.exists():
-        died.touch()
+    died: Path = options.folder / "at-death"
+    if moment == "recovery" and rank == run.world.size - 1 and not died.exists():
+        died.write_text(str(step_now))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait_for_release(label: str) -> None:
     """Called before each call of the disk."""
-    release: Path = options.folder / "release"
     is_write = label.startswith("write ") and "safetensors" in label
-    if is_write and options.moment == "save in flight" and rank == 0:
+    if is_write and moment in ("save in flight", "second signal") and rank == 0:
         (options.folder / "at-save").touch()
-        while not release.exists():
+        while not (options.folder / "release").exists():
             time.sleep(0.02)
 
 
 block("import")
-if (options.folder / "died").exists():
-    block("recovery", "0")
+if (options.folder / "at-death").exists():
+    block("recovery", name="0")
 if (options.folder / "at-0").exists():
-    block("joining", "joining")
+    block("warm-up", name="joining")
 torch.manual_seed(0)
 run = elastic.join(
     checkpoints=FaultyStorage(
         LocalStorage(options.folder / "checkpoints"), before=wait_for_release
     ),
-    when=EverySteps(25 if options.moment == "save in flight" else 100_000),
+    when=EverySteps(3 if moment == "save in flight" else 100_000),
     seed=7,
-    step_copies="never" if options.moment.endswith("without copies") else "always",
+    step_copies="never" if moment.endswith("without copies") else "always",
 )
 
 
+def is_late() -> bool:
+    return step_now >= first_step + FEW
+
+
 class Data(TensorDataset):
-    """Reading the sample that is marked blocks."""
+    """Reading a sample blocks on demand."""
 
     def __getitem__(self, index: Any) -> Any:
-        if run_step() == 2 * STEPS + 5:
+        if is_late():
             block("data")
         return super().__getitem__(index)  # type: ignore[no-untyped-call]
 
@@ -115,22 +124,16 @@ class Net(nn.Module):
         self.layer = nn.Linear(3, 1)
 
     def forward(self, x: torch.Tensor) -> Any:
-        if is_late():
+        if is_late() and self.training:
             block("forward")
-            block("compile")  # (a compiler runs within the first forward pass)
             die_once()
+        elif not self.training:
+            block("evaluation", "warm-up", "save in flight", "second signal")
+            if rank == 0:
+                block("evaluation on rank 0")
         return self.layer(x)
 
 
-def run_step() -> int:
-    return model_steps[0]
-
-
-def is_late() -> bool:
-    return model_steps[0] >= 2 * STEPS + 5
-
-
-model_steps = [0]
 model = run.wrap(Net())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 run.track(optimizer=optimizer)
@@ -139,64 +142,58 @@ loader = run.loader(DataLoader(Data(x, x.sum(1, keepdim=True)), batch_size=12), 
 
 
 def count(step: elastic.Step) -> None:
-    model_steps[0] = step.number + 1
+    global step_now
+    step_now = step.number + 1
     if is_late():
         block("callback")
 
 
-def evaluate(epoch: int) -> None:
-    if epoch != 2:
-        return
-    block("evaluation")
-    block("joining")
-    block("save in flight")
-    if rank == 0:
-        block("evaluation on rank 0")
+def evaluate() -> None:
+    model.eval()
+    with torch.no_grad():
+        model(x[:12])
     weights = list(model.parameters())
     copies = [weight.detach().clone() for weight in weights]
     for weight in weights:
         weight.data.mul_(0.5)  # torch does not count this change
-    block("evaluation of averaged weights")
-    block("averaged weights without copies")
+    block("evaluation of averaged weights", "averaged weights without copies")
     for weight, copy in zip(weights, copies, strict=True):
         weight.data.copy_(copy)
+    model.train()  # type: ignore[no-untyped-call]
 
 
 def slow_compiler(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
-    block("torch.compile")
+    block("compile")
     return graph.forward
 
 
-compiled_loss = torch.compile(nn.functional.mse_loss, backend=slow_compiler)
-
-
-def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """From step 25 on compiled, if that is the moment."""
-    is_compiled = options.moment == "torch.compile" and is_late()
-    return (compiled_loss if is_compiled else nn.functional.mse_loss)(outputs, targets)
+loss_of = compiled = nn.functional.mse_loss
+if moment == "compile":  # torch's compiler takes seconds to import
+    compiled = torch.compile(loss_of, backend=slow_compiler)
 
 
 def epochs() -> Iterator[int]:
-    for epoch in run.epochs(EPOCHS):
+    for epoch in run.epochs(epochs_of_job):
         yield epoch
-        evaluate(epoch)
+        if is_late():
+            evaluate()
+            block("between epochs")
 
 
 def train() -> None:
-    model_steps[0] = run.state.setdefault("steps", 0)
+    global first_step, step_now
+    first_step = step_now = run.state.setdefault("steps", 0)
     for epoch in epochs():
         for inputs, targets in loader:
             optimizer.zero_grad()
-            loss = loss_of(model(inputs), targets)
+            loss = (compiled if is_late() else loss_of)(model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             run.state["steps"] += 1
-            if epoch == EPOCHS - 1 and loader.index == STEPS - 1:
-                block("last step")
-                block("last step without copies")
+            if epoch == epochs_of_job - 1 and loader.index == STEPS - 1:
+                block("last step", "last step without copies")
 
 
-if options.moment == "join":
-    block("join")
+block("join")
 run.after_step(count)
 run.retry(train)
