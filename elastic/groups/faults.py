@@ -171,6 +171,7 @@ class FailureHook:
         self.notify = notify
         self.failed = False
         self.text = ""  # the error that ended the training function or the script, in one line
+        self.report = ""  # the same for the agent, with its place in the script
         self.is_of_the_world = False  # peers are lost; the script itself did not fail
         self._exit_code: int | None = None  # if it is not that of the interpreter
         self._others: list[_Hook] = []  # that this one replaced, the newest last
@@ -186,7 +187,7 @@ class FailureHook:
         """The training function is called: the script has handled an earlier exception of it."""
         if self.failed or not self.text:
             return
-        self.text = ""
+        self.text = self.report = ""
         if self._wrote:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._wrote)
@@ -202,10 +203,10 @@ class FailureHook:
             return
         if isinstance(error, SystemExit):
             if error.code not in (None, 0):
-                self.text = f"the script called sys.exit({error.code!r:.200})"
+                self._describe(error, f"the script called sys.exit({error.code!r:.200})")
                 self._fail(error)
             return
-        self._describe(error)
+        self._describe(error, described(error))
         if isinstance(error, Exception):
             self._wrote = record(error)
         self._put_in_front()
@@ -229,22 +230,22 @@ class FailureHook:
             self._report_lost_peers(error, self._journal)
 
     def _on_uncaught(self, error: BaseException) -> None:
-        self._describe(error)
+        self._describe(error, described(error))
         self._fail(error)
         if isinstance(error, Exception):
             record(error, replaces=bool(self._wrote))
 
-    def _describe(self, error: BaseException) -> None:
-        self.text = described(error).splitlines()[0][:500]
-        self.is_of_the_world = is_world_fault(error)
+    def _describe(self, error: BaseException, text: str) -> None:
+        self.text = text.splitlines()[0][:500]
+        self.report = shortened(error, text)
+        self.is_of_the_world = isinstance(error, Exception) and is_world_fault(error)
 
     def _fail(self, error: BaseException) -> None:
         """The process ends with this error. First of all, tell the agent: peers are waiting."""
         self.failed = True
         if isinstance(error, ElasticError) and error.exit_code != 1:
             self._exit_code = error.exit_code
-        text = self.text if isinstance(error, SystemExit) else described(error)
-        self.notify(shortened(error, text), _exit_code_of(error))
+        self.notify(self.report, _exit_code_of(error))
 
     def _put_in_front(self) -> None:
         if sys.excepthook is not self:

@@ -470,9 +470,11 @@ class Shutdown:
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
         """End the job for this process. ``error`` is reported to the agent as the reason."""
+        report = ""
         if clean and not error:
             # Of a script that handled an exception of its training function itself, and exits.
             clean, error = not self._failure.failed, self._failure.text
+            report = self._failure.report
         strategy = self._session.strategy
         self._optimizer_watch.close()
         if clean and not error and not self._halt.has_left:
@@ -493,7 +495,7 @@ class Shutdown:
         self._hooks.close()
         # After an error, change nothing else: a step may have begun, and peers may have ended.
         if self._worlds is not None:
-            self._worlds.close(clean=clean, error=error)
+            self._worlds.close(clean=clean, error=report or error)
         self._lifecycle.close()
         self._journal.emit(RunClosed(clean=clean, error=error), level=logging.DEBUG)
 

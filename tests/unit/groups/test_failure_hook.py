@@ -104,7 +104,7 @@ def test_an_exception_that_the_script_handles_is_recorded_until_it_trains_again(
     process.hook.end_training(raised(ValueError("of the first trial")))
     assert process.recorded() == process.hook.text == "ValueError: of the first trial"
     process.hook.begin_training()
-    assert process.recorded() is None and process.hook.text == ""
+    assert process.recorded() is None and process.hook.text == process.hook.report == ""
     process.hook.end_training(raised(ValueError("of the second trial")))
     fail(raised(KeyError("of the report")))
     assert process.recorded() == "KeyError: 'of the report'"

@@ -22,6 +22,7 @@ from elastic.membership.failures import Action, FailureFacts, judge_failure
 from elastic.telemetry.events import RunClosed
 from elastic.testing.forks.server import run_forked
 from elastic.testing.waiting import PATIENCE_S
+from elastic.tracebacks import for_a_line
 from elastic.train import checks
 from elastic.train.folder import CheckpointFolder, Checkpoints
 from elastic.train.run import Run, start_components
@@ -415,6 +416,15 @@ def test_sys_exit_with_an_error_is_not_the_end_of_training(code: int | None, err
         run.retry(sys.exit, code)
     closed = next(c.args[0] for c in journal.emit.mock_calls if isinstance(c.args[0], RunClosed))
     assert (closed.clean, closed.error) == (not error, error)
+
+
+def test_an_exception_that_the_script_handles_is_reported_with_its_place_when_it_exits() -> None:
+    """Or it would be another failure than the same one in torch's error file (Hydra, Typer)."""
+    with process() as run, pytest.raises(ZeroDivisionError):
+        worlds = parts_of(run).shutdown._worlds = Mock()
+        run.retry(lambda: 1 / 0)
+    (reported,) = (call.kwargs["error"] for call in worlds.close.mock_calls)
+    assert for_a_line(reported).startswith("ZeroDivisionError: division by zero (test_run_errors.")
 
 
 def test_torchs_join_before_the_first_world_is_rejected() -> None:
