@@ -39,7 +39,7 @@ CELLS = (
     (signal.SIGQUIT, "between epochs", 1),
     (signal.SIGHUP, "last step", 1),
     (signal.SIGINT, "evaluation", 3),
-    (signal.SIGTERM, "recovery", 3),
+    (signal.SIGTERM, "recovery", 1),
 )
 MOMENTS = (
     *(moment for _, moment, _ in CELLS),
@@ -150,7 +150,9 @@ class Leaving:
         self.start("", more_steps=1)
         nodes = self.job.nodes[-self.nodes :]
         assert {node.wait(PATIENCE_S) for node in nodes} == {0}, self.job.report()
-        self.job.ledger().assert_exactly_once(12 * STEPS, self.newest_step // STEPS)
+        epochs = int(self.job.env["EPOCHS"])
+        assert self.newest_step == epochs * STEPS, "a clean end leaves the last step"
+        self.job.ledger().assert_exactly_once(12 * STEPS, epochs)
 
 
 class LeavingJobs:

@@ -24,13 +24,14 @@ from elastic.testing.forks.server import ForkedPopen, can_fork, shared_fork_serv
 from elastic.testing.ledger import LedgerReader
 from elastic.testing.waiting import PATIENCE_S, eventually
 
+# In the short suite, test_leaving_matrix.py has the signals, and test_siblings.py the deaths.
+pytestmark = pytest.mark.slow
+
 SCRIPT = SCRIPTS / "wiring.py"
 EVERY = 5
 WORKLOAD = Workload(samples=48, batch=24, epochs=50, step_s=0.1, save_every=EVERY)
 WIRINGS = ("retry", "none", "foreign")
 LAUNCHERS = ("etcd-v3", "c10d", "python")
-# The others are the same code of the worker under another launcher.
-IN_SHORT = (("etcd-v3", "retry"),)
 
 
 class Job(Protocol):
@@ -136,13 +137,7 @@ def launched(launcher: str, etcd: EmbeddedEtcd, folder: Path, workload: Workload
         yield Launched(job)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "wiring"),
-    [
-        pytest.param(*cell, marks=[] if cell in IN_SHORT else [pytest.mark.slow])
-        for cell in itertools.product(LAUNCHERS, WIRINGS)
-    ],
-)
+@pytest.mark.parametrize(("launcher", "wiring"), [*itertools.product(LAUNCHERS, WIRINGS)])
 def test_each_launcher_and_wiring_saves_the_documented_checkpoints(
     etcd: EmbeddedEtcd, tmp_path: Path, launcher: str, wiring: str
 ) -> None:
