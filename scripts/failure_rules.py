@@ -24,41 +24,33 @@ _HEAD = """# Failure verdicts
 Written by `scripts/failure_rules.py`; do not edit.
 
 When workers fail and no node was lost, the leader judges one failure by its text and exit code: the
-first that is not the consequence of another one. (The peers of a failing worker may report
-"connection closed" before the worker reports its own error, for which the leader waits up to a
-second.) The text is the exception that ended the script; there is none if the script catches it and
-calls `sys.exit(1)`, or is killed by a signal.
+first that is not the consequence of another one. The text is the exception that ended the script;
+there is none if the script catches it and calls `sys.exit(1)`, or is killed by a signal.
 
-- **restart**: the next world has the same nodes. The failure budget limits the number of restarts;
-  the same error three times at one step, or in a row without progress, ends the job with it.
-- **exclude-node**: the node is quarantined for `quarantine_s` (60 s), if the other nodes
-  suffice.
+- **restart**: the next world has the same nodes, within the failure budget; the same error three
+  times at one step, or in a row without progress, ends the job with it.
+- **exclude-node**: the node is quarantined for `quarantine_s` (60 s), if the others suffice.
 - **stop**: every attempt would fail again. With high confidence the job ends at once, with that
   error; with medium confidence it restarts, and ends when the error repeats.
 
 An error of the code (AttributeError, TypeError, ValueError, LookupError, AssertionError and the
-like) that no rule knows restarts the job if one node raises it. If every node of the world raises
-it at the same line, a lone node twice, and the job has never made a step, the job ends at once
-(`fails-everywhere`).
-OSError, RuntimeError and the exceptions of other libraries may be transient, and are tried again.
+like) that no rule knows restarts the job. If every node of the world raises it at the same line, a
+lone node twice, and the job has never made a step, the job ends at once (`fails-everywhere`).
+OSError, RuntimeError and the exceptions of other libraries are tried again.
 
 A worker that was ended by SIGKILL while the kernel's OOM killer was active in its cgroup is
-`host-out-of-memory` with high confidence, regardless of its text. *Consequence* marks texts that
-only state that a peer is gone: the leader looks for the failure of another node (in restart mode
-for a second), and never counts them as errors of the script.
+`host-out-of-memory` with high confidence. *Consequence* marks texts that only state that a peer is
+gone: they never count as errors of the script.
 
-The agent also reads the kernel's log (`/dev/kmsg`) since the start of its workers; *kernel log*
-marks rules that are applied to it, too. A definite fault of the machine (Xid of hardware,
-uncorrectable memory errors) explains every failure except an error of the script; errors of a disk
-explain an otherwise unexplained failure; an OOM kill, or a fault of the script's kernels on a GPU,
-explains that of a process without an error text. Reading needs `CAP_SYSLOG` or
-`kernel.dmesg_restrict=0`, and in a container `/dev/kmsg`. The event `worker-died` has the lines, or
-the reason why there are none.
+*Kernel log* marks rules that are also applied to `/dev/kmsg` since the start of the workers, which
+needs `CAP_SYSLOG` or `kernel.dmesg_restrict=0`, and in a container `/dev/kmsg`. A definite fault of
+the machine (Xid of hardware, uncorrectable memory errors) explains every failure except an error of
+the script; errors of a disk explain an otherwise unexplained failure; an OOM kill, or a fault of
+the script's kernels on a GPU, explains that of a process without an error text.
 
-The first matching rule applies. *Local* causes depend on evidence: if workers of the job have
-trained on other nodes, only this node is excluded; otherwise the cause is attributed to the job
-(or, for drivers and devices, the job restarts rather than excluding one node after the other). The
-verdict, its rule and the matching line are the event `failure-judged` in the journal.
+The first matching rule applies. *Local* causes: if workers of the job have trained on other nodes,
+only this node is excluded; otherwise the cause is attributed to the job (or, for drivers and
+devices, the job restarts). The event `failure-judged` has the verdict, its rule and the line.
 
 """
 

@@ -1536,7 +1536,7 @@ def join(
     (docs/how-to/sharded.md). ``step_copies``: whether weights and optimizer state are copied at the
     beginning of each step, so that an interrupted step can be undone: ``"auto"``, where it costs at
     most 1 % of a step, or where the script needs it, and otherwise every 64 steps; ``"always"``;
-    ``"never"``, unless the script needs it (docs/explanation/step.md).
+    ``"never"``, unless the script needs it (docs/guarantees.md).
 
     ``preflight`` first checks this node, in one to two seconds: ``/dev/shm``, limits and GPUs
     (unless its agent has done so: ``--rdzv-conf preflight=1``), and the checkpoint folder.
