@@ -207,6 +207,14 @@ def set_group_timeout(timeout: datetime.timedelta) -> None:
         distributed_c10d._set_pg_timeout(timeout)
 
 
+def set_backend_timeout(backend: Any, timeout: datetime.timedelta) -> None:
+    """Set the timeout of all later collectives of a backend that is in none of torch's groups."""
+    if hasattr(backend, "set_timeout"):  # torch 2.13
+        backend.set_timeout(timeout)
+    else:
+        backend._set_default_timeout(timeout)
+
+
 def default_group() -> dist.ProcessGroup:
     """The default group itself, for callers that keep it alive."""
     return distributed_c10d._get_default_group()

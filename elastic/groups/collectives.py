@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 
+from elastic import torch_private
 from elastic.groups import pending
 from elastic.groups.pending import HOST, PendingWorks, Semantics, pending_works, semantics_of
 from elastic.torch_private import not_compiled
+from elastic.tuning.intervals import collective_of_environment
 
 # ----------------------------------------------------------------------------
 # Collectives for small JSON values and for tensors: torch's collectives for objects use pickle.
@@ -25,6 +30,7 @@ _LENGTH_BYTES = 8
 _BROADCAST_BYTES = 8192 - _LENGTH_BYTES
 _GATHERED_BYTES = 1024 - _LENGTH_BYTES  # from each rank
 _CPU = torch.device("cpu")
+_NO_LIMIT = datetime.timedelta(days=365)
 
 Started: TypeAlias = dist.Work | None
 """A collective; None on ranks that are not in its group."""
@@ -58,6 +64,9 @@ class RankGroup(Protocol):
         ``parts``: how many elements each source sends, in rank order. ``tensor``: the whole tensor
         on the receiver, this rank's part on a source, any tensor of that type elsewhere.
         """
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set the timeout of its later collectives."""
 
 
 class _DefaultGroup:
@@ -98,6 +107,9 @@ class _DefaultGroup:
             into, out, output_split_sizes=received, input_split_sizes=sent, async_op=True
         )
         return cast(Started, work)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        torch_private.set_group_timeout(timeout)
 
 
 class OwnGroup:
@@ -150,6 +162,9 @@ class OwnGroup:
         work: dist.Work = self.backend.alltoall_base(into, out, received, sent, options)
         return work
 
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        torch_private.set_backend_timeout(self.backend, timeout)
+
 
 def _one_way(
     tensor: torch.Tensor, parts: Mapping[int, int], receiver: int, rank: int, size: int
@@ -191,6 +206,22 @@ def use_as_world(world: OwnGroup | None, peers: OwnGroup | None = None) -> None:
     global _world, _peers
     _world = _DEFAULT if world is None else world
     _peers = _world if peers is None else peers
+
+
+@contextmanager
+def without_timeout() -> Iterator[None]:
+    """Within the block, collectives wait for a rank for as long as it works.
+
+    For work whose duration follows from the size of the state and the speed of a storage: hang
+    detection distinguishes a rank that makes progress from one that does not, and a timeout cannot.
+    After an exception the timeout stays as it is: the world is over.
+    """
+    groups = [_world] if _peers is _world else [_world, _peers]
+    for group in groups:
+        group.set_timeout(_NO_LIMIT)
+    yield
+    for group in groups:
+        group.set_timeout(datetime.timedelta(seconds=collective_of_environment(os.environ)))
 
 
 def control_device(group: RankGroup | None = None) -> torch.device:

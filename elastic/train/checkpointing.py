@@ -52,6 +52,7 @@ from elastic.groups.collectives import (
     complete,
     control_device,
     peer_group,
+    without_timeout,
     world_group,
 )
 from elastic.groups.world import World
@@ -557,7 +558,9 @@ class CheckpointManager:
         """Read and verify this rank's part of a checkpoint. ``group``: the ranks that load a state
         that is not sharded."""
         assert self.folder is not None
-        return self.folder.load(name, job, group)
+        # Of a world that has ended, nobody waits for the state, but the next one for this rank.
+        works = world_group().works
+        return self.folder.load(name, job, group, progress=lambda _: works.raise_if_aborted())
 
     @property
     def is_open(self) -> bool:
@@ -615,7 +618,8 @@ class CheckpointManager:
         checkpoint, all ranks get rank 0's initial state if ``may_begin``; otherwise
         CheckpointRequired is raised.
         """
-        return restore(world, job, self, self._journal, may_begin=may_begin)
+        with without_timeout():
+            return restore(world, job, self, self._journal, may_begin=may_begin)
 
     def resume(self, origin: checkpoints.CheckpointInfo | None, generation: int, step: int) -> None:
         """Save as ``generation`` from now on, which begins at ``step`` with ``origin``'s state."""

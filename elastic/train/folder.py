@@ -25,7 +25,7 @@ from checkpoints import (
     Storage,
 )
 from checkpoints.commit import read_manifest
-from checkpoints.loading import LoadGroup
+from checkpoints.loading import LoadGroup, Progress
 from checkpoints.names import LATEST, parse_attempt, parse_committed
 from checkpoints.objects import FolderStorage, storage_for
 from checkpoints.storage import (
@@ -568,12 +568,17 @@ class CheckpointFolder:
                 )
 
     def load(
-        self, name: str, job: JobState | None = None, group: LoadGroup | None = None
+        self,
+        name: str,
+        job: JobState | None = None,
+        group: LoadGroup | None = None,
+        progress: Progress | None = None,
     ) -> checkpoints.LoadResult:
         """Read and verify a checkpoint into new memory: for sharded tensors this rank's shards,
         and in place for objects created by run.build.
 
         ``group``: the ranks that load a state that is not sharded; each reads and verifies a part.
+        ``progress``: as in :func:`checkpoints.load`; an exception ends the load.
         """
         with self._readable() as storage:
             if job is not None and job.built is not None:
@@ -583,16 +588,19 @@ class CheckpointFolder:
                     modules=job.built.modules,
                     tracked=job.built.tracked,
                     check=lambda tree: job.check(tree, f"checkpoint {name}"),
+                    progress=progress,
                 )
             if job is None or not job.is_sharded:
-                return checkpoints.load(storage, name, group=group)
+                return checkpoints.load(storage, name, group=group, progress=progress)
             manifest, stage = read_manifest(storage, name), job.stage
             check_saved_stages(manifest.tree.get("dict", {}), stage, f"checkpoint {name}")
             if stage is None:
                 room = room_for(manifest, job)
-                return checkpoints.load(storage, name, into=room, strict=False)
+                return checkpoints.load(storage, name, into=room, strict=False, progress=progress)
             room = {stage.key: room_for(manifest, job, below=stage.key)}
-            loaded = checkpoints.load(storage, name, into=room, strict=False, only=stage.key)
+            loaded = checkpoints.load(
+                storage, name, into=room, strict=False, only=stage.key, progress=progress
+            )
             return dataclasses.replace(loaded, state=loaded.state[stage.key])
 
     @contextlib.contextmanager

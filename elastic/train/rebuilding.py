@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import checkpoints
 from checkpoints.commit import read_manifest
+from checkpoints.loading import Progress
 from checkpoints.manifest import Manifest
 from checkpoints.tensors import BY_NAME, is_dtensor, local_of
 from checkpoints.tree import unflatten
@@ -519,12 +520,13 @@ def load_shards(
     modules: Mapping[str, nn.Module],
     tracked: Mapping[str, Any],
     check: Callable[[Mapping[str, Any]], object],
+    progress: Progress | None = None,
 ) -> checkpoints.LoadResult:
     """Read and verify a checkpoint: the modules' tensors in place, everything else into memory.
 
     If optimizer state has the shape of its sharded parameter, this rank's shard is read. ``check``
     is called before anything changes, with a state whose tensors have no memory, and raises if the
-    state does not fit.
+    state does not fit. ``progress``: as in :func:`checkpoints.load`.
 
     Raises checkpoints.LoadError.
     """
@@ -547,7 +549,7 @@ def load_shards(
         for key, entries in saved.items()
         if key in modules
     }
-    return checkpoints.load(storage, name, into=into, strict=False)
+    return checkpoints.load(storage, name, into=into, strict=False, progress=progress)
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -350,11 +350,13 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def test_a_groups_timeout_is_set_without_a_warning(group: dist.ProcessGroup) -> None:
+    backend = group._get_backend(torch.device("cpu"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch_private.set_group_timeout(datetime.timedelta(seconds=77))
-    options = group._get_backend(torch.device("cpu")).options
-    assert options._timeout == datetime.timedelta(seconds=77)
+        assert backend.options._timeout == datetime.timedelta(seconds=77)
+        torch_private.set_backend_timeout(backend, datetime.timedelta(seconds=78))
+    assert backend.options._timeout == datetime.timedelta(seconds=78)
 
 
 def test_groups_are_named_as_if_each_were_the_first(group: dist.ProcessGroup) -> None:

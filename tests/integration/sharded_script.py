@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -429,17 +430,23 @@ def dies(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def slow(folder: Path) -> None:
+    time.sleep(0.5)
+
+
 TROUBLES: dict[str, Callable[[Path], None]] = {
     "disk": unreadable,
     "memory": out_of_memory,
     "changes": touched,
     "dies": dies,
+    "slow": slow,
 }
 
 
 def restored(rank: int, size: int, folder: Path, trouble: str) -> Result:
     """A job saves twice, and restores its state, which is not sharded, in a new world. Rank 1
     fails in between. Without a page cache in common, as on several nodes."""
+    from elastic import torch_private
     from elastic.groups.world import World
     from elastic.hangs.page import THREAD_NAME as BUSY_THREAD
     from elastic.train.checkpointing import CheckpointManager
@@ -489,8 +496,13 @@ def restored(rank: int, size: int, folder: Path, trouble: str) -> Result:
         is_launched=True,
     )
     error = ""
+    timeout = timedelta(seconds=0.2 if trouble == "slow" else PATIENCE_S)
+    torch_private.set_group_timeout(timeout)
+    os.environ["ELASTIC_COLLECTIVE_TIMEOUT_S"] = str(timeout.total_seconds())
     try:
         saver.restore(world, job)
+        group = torch_private.default_group()
+        assert group._get_backend(torch.device("cpu")).options._timeout == timeout
     except Exception as raised:  # noqa: BLE001  reported to the test
         error = f"{type(raised).__name__}: {raised}"
     return {

@@ -335,6 +335,15 @@ def test_a_world_reads_the_state_of_a_job_in_parts(run: Run, root: Path) -> None
         assert result["unwatched"] == [], "or it would count as hung, however large its part is"
 
 
+def test_a_world_waits_for_a_rank_that_reads_for_longer_than_a_collective_may_take(
+    run: Run, root: Path
+) -> None:
+    """A large checkpoint, or a slow storage, could never be loaded otherwise."""
+    for result in run("restored", 3, root, trouble="slow"):
+        assert (result["error"], result["step"], result["weight"]) == ("", 2, [2.0, 2.0])
+        assert result["skipped"] == []
+
+
 def test_a_world_goes_back_past_damage_that_one_rank_has_read(run: Run, root: Path) -> None:
     results = run("restored", 3, root, trouble="damage")
     for result in results:

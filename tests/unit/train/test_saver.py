@@ -31,7 +31,8 @@ from checkpoints import (
 )
 from checkpoints.storage import PatientStorage, ReadableFile
 from checkpoints.testing import FaultyStorage, MemoryStorage
-from elastic.errors import CheckpointRequired, ConfigError, TrainingError
+from elastic.errors import CheckpointRequired, ConfigError, GroupAborted, TrainingError
+from elastic.groups.pending import open_works
 from elastic.groups.world import World
 from elastic.hangs.page import THREAD_NAME as BUSY_THREAD
 from elastic.telemetry.events import CheckpointSaved, CheckpointSkipped, Event
@@ -223,6 +224,20 @@ class ReadCounter(LocalStorage):
         if path.endswith(".safetensors"):
             source.read_at = counted  # type: ignore[method-assign]
         return source
+
+
+def test_a_rank_stops_reading_once_its_world_is_over(tmp_path: Path) -> None:
+    """The next world would otherwise wait for it for as long as its part takes."""
+    state = JobState(seed=0)
+    state.track("layers", nn.ModuleList(nn.Linear(100, 100) for _ in range(10)))
+    saved = checkpoints.save(tmp_path, state.saved_tree(), step=1, nonce="aa")
+    storage = ReadCounter(tmp_path)
+    saver = CheckpointManager(Checkpoints(storage), EventRecorder())
+    open_works().abort()  # on the link's thread
+    with pytest.raises(GroupAborted):
+        saver.load(saved.name, state)
+    open_works()
+    assert storage.read_bytes < saved.bytes_written / 3
 
 
 def test_a_restore_reads_every_byte_once_and_goes_back_past_damage(tmp_path: Path) -> None:
