@@ -498,10 +498,16 @@ def _file_info(status: os.stat_result) -> ObjectInfo:
 #       .manifest-pending.json         an attempt's manifest.json, before the commit
 #       manifest.json                  present with all files: committed. One put; the first wins.
 #       .removed                       present, and not committed: being removed
+#     .committed-step-000001200.g7.3f9c  empty: this prefix need not be listed to know its state
 #
 # So the three folders of :mod:`checkpoints.names` (attempt, committed, removed) are three
 # states of a prefix, distinguished by the last two objects. Renaming between them puts and deletes
 # these objects and never moves data. An object store has no folders: an empty one is missing.
+#
+# One listing of the root shows what is committed, by the marks beside the prefixes; otherwise each
+# save would list each checkpoint. A mark is put after the commit and deleted before a removal, and
+# only speeds up listings: a checkpoint without one is listed itself, and a mark without its prefix,
+# of a committer that was paused until the removal had ended, is a removal to complete.
 #
 # A committer may be paused between checking the parts and putting the manifest, while another
 # process removes those parts. Three rules keep its manifest from listing missing files:
@@ -515,6 +521,7 @@ def _file_info(status: os.stat_result) -> ObjectInfo:
 
 _PENDING = ".manifest-pending.json"
 _REMOVED = ".removed"
+_COMMITTED_PREFIX = ".committed-"
 
 
 class _State(Enum):
@@ -529,10 +536,6 @@ class ObjectStorage:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        # Those that were committed when they were last looked at: a listing of the root, of which
-        # each save makes one, need not list them again. One that another process has begun to
-        # remove since is noticed once it is read or removed here.
-        self._committed: set[CheckpointName] = set()
 
     @property
     def place(self) -> str:
@@ -559,7 +562,6 @@ class ObjectStorage:
         if name is not None and state is _State.COMMITTED and path == f"{name}/{MANIFEST}":
             entries = self._objects.list(str(name))
             if _state(entries) is not state:  # a manifest without its files is not a commit
-                self._committed.discard(name)
                 raise _missing(path)
             return entries[MANIFEST].size
         return self._objects.stat(_key(path)).size
@@ -581,12 +583,7 @@ class ObjectStorage:
         return _ObjectSink(self._objects.upload(_key(path)))
 
     def open(self, path: str) -> ReadableFile:
-        try:
-            return _ObjectSource(self._objects, _key(path))
-        except FileNotFoundError:
-            if (name := _parse_path(path)[0]) is not None:
-                self._committed.discard(name)
-            raise
+        return _ObjectSource(self._objects, _key(path))
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file, or move a checkpoint from attempt to committed, or to removed."""
@@ -611,8 +608,8 @@ class ObjectStorage:
     def remove_folder(self, path: str) -> None:
         """Remove all objects. An interruption leaves nothing that looks committed."""
         name, state = _parse_path(path)
-        if name is not None:
-            self._committed.discard(name)
+        if name is not None and state is _State.COMMITTED:
+            self._objects.delete(_mark_of(name))
         entries = self._objects.list(_key(path))
         if name is not None and state is _State.ATTEMPT and _state(entries) is state:
             entries, state = self._mark(name), _State.REMOVED
@@ -620,6 +617,8 @@ class ObjectStorage:
         while entries and (name is None or _state(entries) is state):
             self._delete_all(path, entries)
             entries = self._objects.list(_key(path))
+        if name is not None and not entries:
+            self._objects.delete(_mark_of(name))
 
     def _mark(self, name: CheckpointName) -> Mapping[str, ObjectInfo]:
         """Mark an attempt as being removed, unless it was committed first; returns its objects."""
@@ -642,24 +641,24 @@ class ObjectStorage:
 
     def _roots(self) -> builtins.list[str]:
         roots: builtins.list[str] = []
-        committed: set[CheckpointName] = set()
-        for entry, info in self._objects.list("").items():
-            name = parse_committed(entry)
-            if name is None or not info.is_folder:
+        entries = self._objects.list("")
+        for entry, info in entries.items():
+            name = parse_committed(entry.removeprefix(_COMMITTED_PREFIX))
+            if name is None or (entry == str(name) and not info.is_folder):
                 roots.append(entry)
-            elif name in self._committed:
-                committed.add(name)
-                roots.append(str(name))
+            elif entry == _mark_of(name):
+                if str(name) not in entries:
+                    roots.append(name.removed)
+            elif _mark_of(name) in entries:
+                roots.append(entry)
             else:
-                match _state(self._objects.list(str(name))):
+                match _state(self._objects.list(entry)):
                     case _State.COMMITTED:
-                        committed.add(name)
-                        roots.append(str(name))
+                        roots.append(entry)
                     case _State.REMOVED:
                         roots.append(name.removed)
                     case _:
                         roots.append(name.attempt)
-        self._committed = committed
         return roots
 
     def _exists(self, name: CheckpointName, file: str) -> bool:
@@ -684,14 +683,14 @@ class ObjectStorage:
             self._objects.delete(f"{name}/{MANIFEST}")
             raise _missing(name.attempt)  # removed before this put
         self._objects.delete(pending)
-        self._committed.add(name)
+        with contextlib.suppress(OSError):  # it is committed without a mark, too
+            self._objects.put(_mark_of(name), b"")
 
     def _uncommit(self, name: CheckpointName) -> None:
-        self._committed.discard(name)
+        self._objects.delete(_mark_of(name))
         self._objects.stat(f"{name}/{MANIFEST}")
         self._objects.put(f"{name}/{_REMOVED}", b"")
         self._objects.delete(f"{name}/{MANIFEST}")
-        self._committed.discard(name)  # again: another thread may have listed the root meanwhile
 
 
 class _ObjectSink:
@@ -746,6 +745,10 @@ class _ObjectSource:
 
     def close(self) -> None:
         pass
+
+
+def _mark_of(name: CheckpointName) -> str:
+    return f"{_COMMITTED_PREFIX}{name}"
 
 
 def _parse_path(path: str) -> tuple[CheckpointName | None, _State]:

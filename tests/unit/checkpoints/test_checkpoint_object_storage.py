@@ -72,7 +72,10 @@ def test_the_manifest_is_the_last_object_of_a_commit() -> None:
     objects = FaultyObjects(in_memory())
     save_all(ObjectStorage(objects), small_state(1), step=1, world_size=2)
     writes = [call for call in objects.calls if call.startswith("write ") and "step-" in call]
-    assert writes[-1] == "write step-000000001.g0.aa/manifest.json"
+    assert writes[-2:] == [
+        "write step-000000001.g0.aa/manifest.json",
+        "write .committed-step-000000001.g0.aa",  # for listings
+    ]
     assert sum(call.endswith("/manifest.json") for call in writes) == 1
 
 
@@ -361,18 +364,40 @@ def test_a_writer_that_waits_for_others_sends_few_requests() -> None:
 
 
 def test_a_save_sends_as_many_requests_beside_many_checkpoints_as_beside_few() -> None:
+    """Each of them is billed. Also a save that knows nothing of the ones before."""
     requests: list[str] = []
-    storage = ObjectStorage(FaultyObjects(in_memory(), before=requests.append))
+    objects = FaultyObjects(in_memory(), before=requests.append)
     counts: list[int] = []
     keep = checkpoints.LatestN(100) | checkpoints.BestN(1, "loss")
-    with checkpoints.Engine(storage, keep=keep) as engine:
+    with checkpoints.Engine(ObjectStorage(objects), keep=keep) as engine:
         for step in range(1, 21):
             requests.clear()
             state = {"loss": 1.0, **small_state(step)}
             engine.save_async(state, step=step, world=checkpoints.WriterGroup(nonce="aa")).wait()
-            counts.append(sum(call.startswith(("list ", "stat ", "get ")) for call in requests))
-    assert len(checkpoints.list_checkpoints(storage)) == 20
-    assert counts[2] == counts[-1], "each of them is billed"
+            counts.append(len(requests))
+    assert counts[2] == counts[-1]
+    counts.clear()
+    for step in range(21, 61):
+        requests.clear()
+        checkpoints.save(
+            ObjectStorage(objects), {}, step=step, nonce="aa", keep=checkpoints.LatestN(100)
+        )
+        counts.append(len(requests))
+    assert counts[0] == counts[-1]
+    requests.clear()
+    assert len(ObjectStorage(objects).list("")) == 61  # with LATEST
+    assert len(requests) == 1
+
+
+def test_a_mark_of_a_removed_checkpoint_is_removed() -> None:
+    """A committer may be paused before it puts the mark, until the checkpoint is removed again."""
+    objects = prepared()
+    storage = ObjectStorage(objects)
+    objects.put(".committed-step-000000007.g0.aa", b"")
+    assert ".tmp-removed-step-000000007.g0.aa" in storage.list("")
+    assert [info.step for info in checkpoints.list_checkpoints(storage)] == [1, 0]
+    checkpoints.collect_garbage(storage, generation=1, nonce="bb")
+    assert ".committed-step-000000007.g0.aa" not in objects.list("")
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
