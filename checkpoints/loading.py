@@ -396,7 +396,8 @@ def load(
     reads and verifies an equal share of the bytes that all ranks need, and its own shards of
     sharded tensors. The ranks exchange the shares over the group or, on one host, through the page
     cache. The first failure of any rank is raised on all, before any rank has changed a tensor. All
-    ranks must pass the same name, and states of the same structure.
+    ranks must pass the same name, and states of the same structure. They wait for the slowest one
+    for as long as the group's timeout allows.
 
     ``progress`` is called, from several threads, with the number of bytes of each chunk read.
 
