@@ -32,7 +32,6 @@ from elastic.train.checks import (
     tree_of_file,
 )
 from elastic.train.inlining import KEEPERS, Inlined, inlined, plain_name, source_of, text_of
-from elastic.train.periods import Periods
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -71,12 +70,14 @@ def refuse_carried(
     *,
     is_saved: bool,
     saved: Collection[int] = (),
+    counts_continue: bool = False,
     ignored: Collection[str] = (),
 ) -> list[CarriedVariable]:
     """Raise TrainingError for a variable that a loop of the script's functions, up to run.retry,
     carries into its steps. ``is_saved``: the script may also resume from a checkpoint, and then all
-    of it begins again. ``saved``: ids of what belongs to the job's state. ``ignored``: names of
-    variables that need not be saved. Returns those that are only reported."""
+    of it begins again. ``saved``: ids of what belongs to the job's state. ``counts_continue``:
+    ``enumerate`` continues its count where the loop resumes. ``ignored``: names of variables that
+    need not be saved. Returns those that are only reported."""
     reported: list[CarriedVariable] = []
     *frames, last = [*frames_of_script(frame)] or [None]
     if last is not None:
@@ -85,7 +86,7 @@ def refuse_carried(
         frames.append(last)
     calls = [f for f in frames if f is not None and LIBRARIES not in f.f_code.co_filename]
     trains = set[str]().union(*map(_training_functions, calls))
-    for function in inlined(calls, saved):
+    for function in inlined(calls, saved, counts_continue=counts_continue):
         for carried in carried_variables(function.tree, function.loops, trains):
             name = plain_name(carried.name)
             if any(name == one or name.startswith(f"{one}.") for one in ignored):
@@ -673,12 +674,17 @@ _Origins = Mapping[str, frozenset[str]]
 _NONE: frozenset[str] = frozenset()
 
 
+def _is_count(node: ast.AST) -> bool:
+    return hasattr(node, "is_count")
+
+
 class _Flow:
     """Follows the values of carried variables through a loop's body and what follows it, and notes
     where they train, or decide when the training ends."""
 
     def __init__(self, trains: Collection[str], called: Collection[str], loop: Loop) -> None:
-        self._periods = Periods(loop)
+        # Of enumerate, that begin again where the loop resumes.
+        self._counts = frozenset(getattr(n, "id", "") for n in ast.walk(loop) if _is_count(n))
         self._trains = trains
         self._called = called
         self._inner_loops = -1
@@ -733,7 +739,7 @@ class _Flow:
             if self._inner_loops == 0 and _leaves(node):
                 self._train(node.test, self._of(node.test, now))
             origins = self._of(node.test, now)
-            counts = origins & self._periods.counts
+            counts = origins & self._counts
             if _trains_somewhere(node):
                 self._train(node.test, counts)
             if _is_remainder(node.test) and _trains_at_times(node):
@@ -741,7 +747,7 @@ class _Flow:
             inner = decides | self._of_condition(node.test, now)
             return _join(self._block(node.body, now, inner), self._block(node.orelse, now, inner))
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
-            return self.loop(node, now, decides & self._periods.counts)
+            return self.loop(node, now, decides & self._counts)
         if isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
                 self._note(item.context_expr, now)
@@ -813,7 +819,7 @@ class _Flow:
         if _is_training_state(target):
             # In some steps, an evaluation may replace the weights, and give them back.
             is_swap = isinstance(target, ast.Attribute) and target.attr == "data"
-            self._train(target, origins - (decides & self._periods.counts if is_swap else _NONE))
+            self._train(target, origins - (decides & self._counts if is_swap else _NONE))
             return now
         if _is_kept(target):
             return now
@@ -830,11 +836,7 @@ class _Flow:
         return now
 
     def _of(self, expression: ast.AST, now: _Origins) -> frozenset[str]:
-        origins = _NONE.union(*(now.get(name, _NONE) for name in _loads(expression)))
-        if counts := origins & self._periods.counts:
-            rest = _loads(self._periods.without_same(expression))
-            origins -= counts - _NONE.union(*(now.get(name, _NONE) for name in rest))
-        return origins
+        return _NONE.union(*(now.get(name, _NONE) for name in _loads(expression)))
 
     def _of_condition(self, expression: ast.expr, now: _Origins) -> frozenset[str]:
         """Without remainders of other counts than enumerate's, which select the batches of an
@@ -845,7 +847,7 @@ class _Flow:
             return self._of_condition(expression.operand, now)
         is_choice = isinstance(expression, (ast.Compare, ast.BinOp)) and _is_remainder(expression)
         origins = self._of(expression, now)
-        return origins & self._periods.counts if is_choice else origins
+        return origins & self._counts if is_choice else origins
 
     def _of_arguments(self, call: ast.Call, now: _Origins) -> frozenset[str]:
         return _NONE.union(*(self._of(value, now) for value in (*call.args, *call.keywords)))
@@ -860,7 +862,7 @@ class _Flow:
                 self._train(call, self._of_arguments(call, now))
             elif _changes_state(call):
                 origins = self._of_arguments(call, now)
-                counts = self._periods.counts if _is_replacement(call) else _NONE
+                counts = self._counts if _is_replacement(call) else _NONE
                 self._train(call, origins - counts)
 
     def _train(self, use: ast.expr, origins: frozenset[str]) -> None:

@@ -265,6 +265,7 @@ class ChangeDetector(Hook):
                 frame,
                 is_saved=self._is_saved(),
                 saved=self._saved(),
+                counts_continue=self._counts_continue(),
                 ignored=self._reported,
             )
             if self._rank == 0:
@@ -273,6 +274,11 @@ class ChangeDetector(Hook):
             raise
         except Exception:  # noqa: BLE001  any object of the script may raise when it is read
             get_logger().info("carried variables are not searched for", exc_info=True)
+
+    def _counts_continue(self) -> bool:
+        """Whether ``enumerate`` continues its count where the current loop resumes."""
+        loader = self._job.loaders.get(self._job.progress.place)
+        return loader is not None and loader.counts_continue
 
     def _warn_of_reported(self, frame: FrameType) -> None:
         """Where a loop resumes: of what the script has computed of the steps before."""

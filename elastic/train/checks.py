@@ -853,7 +853,7 @@ def refuse_uncounted_passes(*, is_in_retry: bool) -> None:
         is_innermost = False
         tree, line = tree_of(frame), frame.f_lineno
         attempt = max((n.lineno for n in attempts_around(tree, line)), default=0)
-        around = [n for n in _loops_with(tree, line) if n.lineno > attempt]
+        around = [n for n in loops_with(tree, line) if n.lineno > attempt]
         if _POSITION in frame.f_code.co_names or not all(_begins_again(n, tree) for n in around):
             return
         if attempt:
@@ -884,7 +884,7 @@ def refuse_counts_before_restore() -> None:
         if LIBRARIES in frame.f_code.co_filename:
             continue
         tree, line = tree_of(frame), frame.f_lineno
-        for loop in _loops_with(tree, line):
+        for loop in loops_with(tree, line):
             head = loop.iter if isinstance(loop, ast.For) else loop.test
             assigned = [value for _, value in _assigned_to(head, tree)]
             if any(_reads_state(value, frame) for value in (head, *assigned)):
@@ -950,6 +950,26 @@ def refuse_break(*, is_enumerated: bool = True, is_in_retry: bool = True) -> Non
             return  # the loop is in the innermost frame that is not a generator's
 
 
+def counts_from_constant(frame: FrameType) -> bool:
+    """Whether the script's current loop is over ``enumerate(…)`` with a constant for its start."""
+    script = next(frames_of_script(frame), None)
+    if script is None:
+        return False
+    heads = [
+        node.iter
+        for node in ast.walk(tree_of(script))
+        if isinstance(node, ast.For) and _is_head(script.f_lineno, node)
+    ]
+    calls = [
+        call
+        for head in heads
+        for call in ast.walk(head)
+        if isinstance(call, ast.Call) and _name_of(call.func) == "enumerate"
+    ]
+    starts = [v for call in calls for v in (*call.args[1:], *(k.value for k in call.keywords))]
+    return bool(calls) and all(isinstance(start, ast.Constant) for start in starts)
+
+
 def refuse_break_after_commit() -> bool:
     """Raise TrainingError if the loop of the current call of run.commit is left after it: a fault
     before that would resume the loop with the step after the one in which it is to be left.
@@ -1010,10 +1030,10 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
 @functools.lru_cache(maxsize=16)  # called in each step
 def _loop_around(tree: ast.AST, line: int) -> Loop | None:
     """The innermost loop whose body contains a line."""
-    return max(_loops_with(tree, line), key=lambda loop: loop.lineno, default=None)
+    return max(loops_with(tree, line), key=lambda loop: loop.lineno, default=None)
 
 
-def _loops_with(tree: ast.AST, line: int) -> list[Loop]:
+def loops_with(tree: ast.AST, line: int) -> list[Loop]:
     """The loops whose bodies contain a line."""
     loops = [n for n in ast.walk(tree) if isinstance(n, Loop)]
     return [loop for loop in loops if _is_in_body(line, loop)]

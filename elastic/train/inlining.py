@@ -67,7 +67,6 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _PAUSES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _CONSTANTS = (bool, int, float, str)
 _BARS = frozenset({"tqdm", "track"})  # tqdm's and rich's, around enumerate(loader)
-_SCHEDULERS = ("sched", "lr", "warmup", "prof")  # in names
 _ELEMENTS = 16  # of a loop over callbacks
 _SEARCHED = 200  # objects that an iterator may refer to
 
@@ -83,12 +82,15 @@ class Inlined:
     buffers: Collection[str]  # variables that stand for tensors of modules
 
 
-def inlined(frames: Iterable[FrameType], saved: Collection[int] = ()) -> Iterator[Inlined]:
+def inlined(
+    frames: Iterable[FrameType], saved: Collection[int] = (), *, counts_continue: bool = False
+) -> Iterator[Inlined]:
     """One function for the script's calls, or several, if a call cannot be found in its caller's
-    source. ``frames``: the innermost first. ``saved``: ids of what belongs to the job's state."""
+    source. ``frames``: the innermost first. ``saved``: ids of what belongs to the job's state.
+    ``counts_continue``: ``enumerate`` continues its count where the loop resumes."""
     left = [*frames][::-1]
     while left:
-        inliner = _Inliner(left, saved)
+        inliner = _Inliner(left, saved, counts_continue)
         yield inliner.result()
         left = left[inliner.depth :]
 
@@ -301,8 +303,11 @@ class _Inliner:
     ``depth``: the number of these frames.
     """
 
-    def __init__(self, frames: Sequence[FrameType], saved: Collection[int]) -> None:
+    def __init__(
+        self, frames: Sequence[FrameType], saved: Collection[int], counts_continue: bool
+    ) -> None:
         self._frames = frames
+        self._counts_continue = counts_continue
         self._saved = saved
         self._names: dict[_Key, str] = {}
         self._owners: dict[int, str] = {}  # expressions for objects, by id
@@ -631,9 +636,10 @@ class _Inliner:
 
     def _index(self, node: ast.For, call: _Call, *, is_generator: bool = False) -> list[ast.stmt]:
         """Statements that create, use and advance the count of ``enumerate(loader)``, which begins
-        again where the loop resumes, unless it starts at ``loader.index``."""
+        again where the loop resumes, if it cannot be continued, and unless it starts at
+        ``loader.index``."""
         is_current = self._loops[-1:] == [node] or is_generator
-        if not is_current or self.depth < len(self._frames):
+        if self._counts_continue or not is_current or self.depth < len(self._frames):
             return []
         head, target = node.iter, node.target
         if isinstance(head, ast.Call) and _name_of(head.func) in _BARS and head.args:
@@ -652,17 +658,9 @@ class _Inliner:
         advance: Any = _advance(name, ast.unparse(head), node)
         advance.code = call.code
         count: Any = ast.Name(name, ast.Load())
-        count.start = next((start.value for start in starts), 0)  # type: ignore[attr-defined]
-        count.length = _length(read)
+        count.is_count = True
         used = _assignment(self.variable(first.id, call), count, node)
         return [_assignment(name, ast.Constant(0), node), used, advance]
-
-    def number(self, node: ast.expr, call: _Call) -> float | None:
-        """The number that an expression is when the first step begins, if it is known."""
-        if isinstance(node, ast.Call):
-            return _length(self.value(node.args[0], call)) if node.args else None
-        value = self.value(node, call)
-        return value if isinstance(value, (int, float)) else None
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -671,14 +669,6 @@ class _Inliner:
         if not isinstance(node.func, ast.Attribute) or not node.func.attr.startswith("update"):
             return False
         return id(self.value(node.func.value, call)) in self._saved
-
-    def updates(self, node: ast.Call, call: _Call) -> bool:
-        """Whether an optimizer updates weights in a call, and not a scheduler its rate."""
-        if not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
-            return False
-        owner = self.value(node.func.value, call)
-        text = ast.unparse(node.func.value).lower()
-        return not (hasattr(owner, "get_last_lr") or any(part in text for part in _SCHEDULERS))
 
     def called(self, node: ast.Call, call: _Call) -> _Called | None:
         """The script's function that a call executes, if it is known."""
@@ -799,14 +789,12 @@ class _Expressions(ast.NodeTransformer):
         return node
 
     def visit_Name(self, node: Any) -> Any:
-        node.number = self._inliner.number(node, self._call)
         if self.is_head and (position := self._position(node, self.advanced)):
             return position
         node.id = self._inliner.variable(node.id, self._call)
         return node
 
     def visit_Attribute(self, node: Any) -> Any:
-        node.number = self._inliner.number(node, self._call)
         if self.is_head and (position := self._position(node, self.advanced)):
             return position
         self._inliner.attribute(node, self._call)
@@ -826,9 +814,6 @@ class _Expressions(ast.NodeTransformer):
             node.func = self._inliner.attribute_of(node.func, self._call)
         changes_job = self._inliner.changes_job(node, self._call)
         node.changes_job = changes_job
-        node.updates = self._inliner.updates(node, self._call)
-        if _name_of(node.func) == "len":
-            node.number = self._inliner.number(node, self._call)
         called = None if self.is_inner else self._inliner.called(node, self._call)
         self.generic_visit(node)
         if called is None:
@@ -953,13 +938,6 @@ def _located(node: _Node, where: ast.AST) -> _Node:
 
 def _name_of(function: ast.expr) -> str:
     return str(getattr(function, "attr", getattr(function, "id", "")))
-
-
-def _length(value: Any) -> int | None:
-    try:
-        return len(value)
-    except Exception:  # noqa: BLE001  code of the script, which has no length for a stream
-        return None
 
 
 def _is_container(value: object) -> bool:

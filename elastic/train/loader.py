@@ -999,6 +999,7 @@ class ElasticLoader:
         self.resumes_at_end = False
         self._is_resumed = False  # and no pass has begun since
         self.continues = False  # the current pass is the rest of one that was interrupted
+        self.counts_continue = False  # an enumerate of the current pass continues its count there
         # An epoch, and how many batches its first reader takes; None: all.
         self.counted: tuple[int, int] | None = None
         self.micro_batch = micro_batch
@@ -1042,9 +1043,9 @@ class ElasticLoader:
         """The index within the epoch, from 0, of the current step, or of the next one between
         steps.
 
-        For counters and progress bars, because a pass may begin in the middle of an epoch::
+        For progress bars and a script's own counters, because a pass may begin in the middle of an
+        epoch (``enumerate(loader)`` continues its count)::
 
-            for i, (x, y) in enumerate(loader, start=loader.index):
             for x, y in tqdm(loader, initial=loader.index, total=len(loader)):
 
         Restores the job's state, as the loop would.
@@ -1096,9 +1097,17 @@ class ElasticLoader:
         Raises ConfigError if it is negative.
         """
         self.resumes_at_end = self.rest_is_reached = False
-        self.continues, self._is_resumed = self._is_resumed, False
         if epoch != self.position.epoch:
             self.seek(Position(epoch, 0))
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the next pass is the rest of one that was interrupted."""
+        return self._is_resumed
+
+    def requests_first(self) -> None:
+        """The script requests the first batch of a pass."""
+        self.continues, self._is_resumed = self._is_resumed, False
 
     def resume(self) -> None:
         """The script is called again, at this position."""
@@ -1288,7 +1297,7 @@ def _index_of_open_step(index: int) -> TrainingError:
         "step that next() has begun ends with the following next(), so the script would count that "
         "batch again",
         hint="end the step before: run.commit() after optimizer.step(), or let a loop request all "
-        "batches: for i, batch in enumerate(loader, start=loader.index)",
+        "batches: for i, batch in enumerate(loader)",
     )
 
 

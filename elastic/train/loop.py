@@ -21,6 +21,7 @@ from elastic.telemetry.log import get_logger
 from elastic.torch_private import not_compiled
 from elastic.train.carried import needs_last_iteration
 from elastic.train.checks import (
+    counts_from_constant,
     follows_its_loop,
     is_where_batches_are_requested,
     refuse_break,
@@ -38,7 +39,6 @@ from elastic.train.early_leave import EarlyLeave
 from elastic.train.loader import BatchInfo, ElasticLoader, Pass, RankWeights, same_shares
 from elastic.train.reading import (
     Consumer,
-    CountedRates,
     EarlierGenerators,
     OtherLoaders,
     ReadingAhead,
@@ -391,7 +391,7 @@ def _counter_shifted(step: Step, length: int, usual: int) -> TrainingError:
         f"step {step.number} used the gradients of {length} batches, but earlier steps used "
         f"{usual}: the script's batch counter was not reset when a fault repeated the accumulation "
         "from its first batch",
-        hint="count with enumerate(loader, start=loader.index), or create the counter in the "
+        hint="count with enumerate(loader), or create the counter in the "
         "function that run.retry calls",
     )
 
@@ -509,6 +509,7 @@ class StepLoop:
         self._progress.begin_pass(self._job.name_of(loader), is_known=is_rest)
         # Not only before the next step: at the end of an epoch, an evaluation comes before it.
         self._commits.call_back_again()
+        loader.requests_first()
         if self.scope.owns_epochs:
             phases.plan_steps(self.scope.plan(id(loader), len(loader)))
             loader.begin_epoch(self._job.progress.epoch)
@@ -572,10 +573,6 @@ class StepLoop:
     def call_back_again(self) -> None:
         """Call the last step's callbacks that a fault has left."""
         self._commits.call_back_again()
-
-    def counted_rates(self) -> CountedRates:
-        """A watch over the learning rates, for a pass whose batches the script counts itself."""
-        return CountedRates(self._job.all_tracked, self._job.user)
 
     def _warn_of_counts(self) -> None:
         """Warn in the first pass of an attempt without ``run.epochs`` and with nothing in
@@ -949,7 +946,7 @@ def _left_after_commit(step: Step) -> TrainingError:
         f"run.commit() ends step {step.number}, but its loop is left there, before the end of the "
         "epoch: a fault in the code after the loop would resume the loop with the step after it",
         hint="let the loop request its batches, and omit run.commit() after it:\n"
-        "    for i, batch in enumerate(loader, start=loader.index):\n"
+        "    for batch in loader:\n"
         "        …\n"
         "        if is_done:\n"
         "            break",
@@ -1167,7 +1164,9 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
     consumer = Consumer()
     if passed.is_first or not loader.following.follows:  # a follower may begin a pass in each step
         # The iterator must not be a local variable: it would keep itself alive.
-        consumer = consumer_of(passed.iterator and passed.iterator(), everywhere=passed.is_first)
+        consumer = consumer_of(
+            passed.iterator and passed.iterator(), everywhere=passed.is_first or loader.is_resumed
+        )
     if loop.is_peek:
         # Training cannot begin yet: the script inspects the data, for its shape or statistics.
         loader.following.release(passed)
@@ -1194,10 +1193,10 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
             "        step.backward(loss_of(batch))\n"
             "    optimizer.step()",
         )
-    counts = consumer.counts_from in (0, 1) and not knows_index
+    loader.counts_continue = bool(consumer.counters)
     if loop.resumes and not knows_index:
         consumer.refuse_restart()
-        refuse_break(is_enumerated=counts, is_in_retry=loop.scope.in_retry)
+        refuse_break(is_enumerated=consumer.counts_apart, is_in_retry=loop.scope.in_retry)
         refuse_counted_requests(
             sys._getframe(),
             has_own_state=bool(loop.user_state),
@@ -1205,23 +1204,51 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
             is_in_retry=loop.scope.in_retry,
         )
     loop.is_limited = consumer.takes is not None and not knows_index
-    rates: CountedRates | None = None
     limit = functools.partial(_batches_of_pass, loop, loader, consumer, may_subtract=knows_index)
     with closing(steps(loop, loader, limit)) as left:
         for step in left:
-            if loop.lifecycle.world.rank == 0:
-                consumer.warn_of_count(step.index)
-            consumer = Consumer()
-            if counts and rates is None:
-                rates = loop.counted_rates()
+            _continue_counts(consumer, loader, step, knows_index=knows_index)
             batch = step.only_micro_batch()
             loop.reading_ahead.step_began(batch)
-            if rates is not None:
-                rates.step_began()
             yield batch
             del batch
-            if rates is not None:
-                rates.step_ended(step.number)
+
+
+@not_compiled
+def steps_for_script(loop: StepLoop, loader: ElasticLoader) -> Iterator[Step]:
+    """What ``run.steps`` returns: the steps of a pass, which ``enumerate`` may number."""
+    made: list[weakref.ref[Iterator[Step]]] = []
+    iterator = _steps_for_script(loop, loader, made)
+    made.append(weakref.ref(iterator))
+    return iterator
+
+
+@not_compiled
+def _steps_for_script(
+    loop: StepLoop, loader: ElasticLoader, made: list[weakref.ref[Iterator[Step]]]
+) -> Iterator[Step]:
+    # (As in _batches, the iterator must not be a local variable.)
+    everywhere = loader.is_resumed or not loop.lifecycle.is_restored
+    consumer, knows_index = consumer_of(made.pop()(), everywhere=everywhere), loader.index_was_read
+    loader.counts_continue = bool(consumer.counters)
+    with closing(steps(loop, loader)) as left:
+        for step in left:
+            _continue_counts(consumer, loader, step, knows_index=knows_index)
+            yield step
+            del step
+
+
+def _continue_counts(
+    consumer: Consumer, loader: ElasticLoader, step: Step, *, knows_index: bool
+) -> None:
+    """In the first step of a pass: let ``enumerate`` continue its count, if the pass does."""
+    if consumer.counters:
+        frame = sys._getframe(1)
+        consumer.continue_counts(
+            step.index if loader.continues else 0,
+            knows_index=knows_index,
+            from_constant=lambda: counts_from_constant(frame),
+        )
 
 
 def _batches_of_pass(

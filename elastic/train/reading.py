@@ -4,6 +4,7 @@ generator that is older than the call of the training function."""
 from __future__ import annotations
 
 import ast
+import ctypes
 import dis
 import functools
 import gc
@@ -16,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType
@@ -24,20 +25,23 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from elastic import torch_private
 from elastic.errors import ConfigError, TrainingError
 from elastic.telemetry.log import get_logger
+from elastic.train.checks import loops_with, tree_of
 
 # ----------------------------------------------------------------------------
 # Detects the consumer of a loader's iterator: ``enumerate``, ``itertools.islice`` or ``cycle``.
 #
-# ``enumerate``, ``islice`` and ``zip(range(n), …)`` count from 0 even if a pass begins in the
-# middle of an epoch, and ``cycle`` never starts a second pass. The iterator is not notified, but
-# Python's garbage collector can list its referrers.
+# ``islice`` and ``zip(range(n), …)`` count from 0 even if a pass begins in the middle of an epoch,
+# and ``cycle`` never starts a second pass. The iterator is not notified, but Python's garbage
+# collector can list its referrers.
+#
+# ``enumerate`` continues its count, as if the pass had not been interrupted: its object is given
+# another one before it numbers its first item.
 #
 # Where the script limits an epoch by ``islice`` or ``zip``, the loader remembers the number of its
 # batches, as part of the job's state. A pass that resumes ends where the interrupted one would
@@ -53,27 +57,45 @@ _VALUES: tuple[type, ...] = (type(iter([])), type(iter(())))  # iterators of lis
 _CHOOSERS = (itertools.takewhile, itertools.dropwhile, filter, itertools.filterfalse)
 # They pass each item on, if any.
 _TEE: Iterator[Any] = itertools.tee(())[0]
-_ONE_BY_ONE = (
-    *(zip, enumerate, map, itertools.starmap, itertools.islice, *_CHOOSERS),
+_EACH = (
+    *(zip, enumerate, map, itertools.starmap, itertools.islice),
     *(type(_TEE), *map(type, gc.get_referents(_TEE))),
 )
+_ONE_BY_ONE = (*_EACH, *_CHOOSERS)
 _READERS = (*_ONE_BY_ONE, itertools.cycle, itertools.compress)
 _NESTED = 3  # of these around each other: islice(enumerate(zip(loader, other)), n)
-
-_warned: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
     """The reader of a pass, as far as it is known."""
 
-    counts_from: int | None = None  # start value of enumerate
+    # Objects of enumerate that number each of its batches, with what the first one is to count
+    # from. (Empty after that: they refer to the iterator, which would keep itself alive.)
+    counters: list[Any] = field(default_factory=list)
+    counts_apart: bool = False  # an enumerate numbers items that may be no batches of one pass
     is_cycle: bool = False
     # The number of batches after which it ends the pass: of islice(loader, n), or of a range in a
     # zip with the loader. None: it does not, or the number is not known.
     takes: int | None = None
     is_slice: bool = False
     begins_again: str = ""  # a call that ends the pass by a count of its own, or by other values
+
+    def continue_counts(
+        self, batches: int, *, knows_index: bool, from_constant: Callable[[], bool]
+    ) -> None:
+        """Let ``enumerate`` count as if the pass had not been interrupted after ``batches``, unless
+        that is what it does, by ``start=loader.index``. Called before it numbers its first item.
+        ``knows_index``: the script has read the index. ``from_constant``: whether its loop counts
+        from a constant all the same.
+
+        Raises TrainingError if this interpreter does not allow that.
+        """
+        counters, self.counters[:] = [*self.counters], []
+        for counter in counters if batches else ():
+            continues = knows_index and (_count_of(counter) >= batches or not from_constant())
+            if not continues:
+                _advance(counter, batches)
 
     def refuse_cycle(self) -> None:
         """Raise TrainingError for ``itertools.cycle``, which stores every batch and repeats them.
@@ -114,20 +136,6 @@ class Consumer:
                 f"{call.replace('n)', 'n - loader.index)', 1)}",
             )
 
-    def warn_of_count(self, index: int) -> None:
-        """Warn, once per process, if a count from 0 or 1 begins at step ``index``."""
-        start = self.counts_from
-        if start not in (0, 1) or start >= index or "count" in _warned:
-            return
-        _warned.add("count")
-        get_logger().warning(
-            "this loop resumes at step %d of its epoch, but enumerate(loader) counts from %d: "
-            "use enumerate(loader, start=%sloader.index)",
-            index,
-            start,
-            "1 + " if start else "",
-        )
-
 
 def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
     """Find the reader that requested the first item of ``iterator``, a generator of the calling
@@ -143,15 +151,19 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
     else:
         holders = objects_of(_READERS, (None,)) if frames else _holders(iterator)
     bars = _frames_of_progress_bars(sys._getframe(1).f_back)
+    each = [frame for frame in frames if frame in bars or _passes_each(frame)]
     begins_again = ""
-    counts_from: int | None = None
+    counters: list[Any] = []
+    counts_apart = False
     is_cycle = is_slice = False
     takes: int | None = None
     for holder in holders:
         if type(holder) is enumerate:
-            read, count = cast(tuple[object, int], holder.__reduce__()[1])
-            if _reads(read, iterator, frames):
-                counts_from = count
+            read, _ = cast(tuple[object, int], holder.__reduce__()[1])
+            if _reads(read, iterator, each, kinds=_EACH):
+                counters.append(holder)
+            elif _reads(read, iterator, frames):
+                counts_apart = True
         elif type(holder) is itertools.cycle:
             is_cycle = is_cycle or any(read is iterator for read in gc.get_referents(holder))
         elif type(holder) is itertools.islice:
@@ -168,7 +180,52 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
             inner = gc.get_referents(holder)
             if any(_reads(read, iterator, frames) for read in inner) and _counts(holder, inner):
                 begins_again = f"{type(holder).__name__}(…)"
-    return Consumer(counts_from, is_cycle, takes, is_slice, begins_again)
+    return Consumer(counters, counts_apart, is_cycle, takes, is_slice, begins_again)
+
+
+# Where CPython keeps the count: behind the head of an object (Objects/enumobject.c, en_index, the
+# same in 3.10 to 3.14).
+_COUNT = object.__basicsize__
+
+
+def _count_of(counter: Any) -> int:
+    return counter.__reduce__()[1][1]  # type: ignore[no-any-return]
+
+
+def _advance(counter: Any, batches: int) -> None:
+    """Add ``batches`` to the count of an ``enumerate`` object."""
+    count = _count_of(counter)
+    place = ctypes.c_ssize_t.from_address(id(counter) + _COUNT)
+    is_known = sys.implementation.name == "cpython" and place.value == count
+    if is_known:
+        place.value = count + batches
+    if _count_of(counter) != count + batches:
+        raise TrainingError(
+            f"this loop resumes at step {batches} of its epoch, but enumerate(loader) counts from "
+            f"{count}, which cannot be changed in Python {sys.version.split()[0]}",
+            hint="for i, batch in enumerate(loader, start=loader.index):",
+        )
+
+
+def _passes_each(frame: FrameType) -> bool:
+    """Whether a generator of the script yields one item for each batch, of one pass: by ``yield
+    from``, or by the only ``yield`` in its loop."""
+    tree, line = tree_of(frame), frame.f_lineno
+    yields = [n for n in ast.walk(tree) if isinstance(n, (ast.Yield, ast.YieldFrom))]
+    if len(yields) != 1 or loops_with(tree, line):
+        return False
+    if isinstance(yields[0], ast.YieldFrom):
+        return yields[0].lineno <= line <= (yields[0].end_lineno or 0)
+    heads = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For) and node.lineno <= line < node.body[0].lineno
+    ]
+    return any(
+        isinstance(part, (ast.Expr, ast.Assign)) and part.value is yields[0]
+        for head in heads
+        for part in head.body
+    ) and not any(isinstance(n, ast.Continue) for head in heads for n in ast.walk(head))
 
 
 def objects_of(types: Collection[type], generations: Sequence[int | None]) -> list[Any]:
@@ -269,12 +326,19 @@ def _holders(iterator: object) -> list[Any]:
     return known
 
 
-def _reads(reader: object, iterator: object, frames: list[Any], depth: int = _NESTED) -> bool:
-    """Whether ``reader`` is the iterator, a progress bar's generator, or passes their items on."""
-    if type(reader) in _ONE_BY_ONE and depth:
+def _reads(
+    reader: object,
+    iterator: object,
+    frames: list[Any],
+    depth: int = _NESTED,
+    kinds: tuple[type, ...] = _ONE_BY_ONE,
+) -> bool:
+    """Whether ``reader`` is the iterator, the generator of one of ``frames``, or an object of
+    ``kinds`` that passes their items on."""
+    if type(reader) in kinds and depth:
         inner = gc.get_referents(reader)
         parts = [part for parts in inner if type(parts) is tuple for part in parts]
-        return any(_reads(read, iterator, frames, depth - 1) for read in (*inner, *parts))
+        return any(_reads(read, iterator, frames, depth - 1, kinds) for read in (*inner, *parts))
     return reader is iterator or (isinstance(reader, GeneratorType) and reader.gi_frame in frames)
 
 
@@ -284,66 +348,6 @@ def _frames_of_progress_bars(frame: FrameType | None) -> list[Any]:
         frames.append(frame)
         frame = frame.f_back
     return frames
-
-
-# ----------------------------------------------------------------------------
-# Refuses learning rates that depend on a count which restarts when a pass resumes.
-#
-# ``enumerate(loader)`` counts from 0 even if the pass begins in the middle of an epoch, after a
-# death or from a checkpoint. Counts that are printed do no harm. A learning rate computed from
-# one, as in ``adjust_learning_rate(optimizer, epoch + i / iters)`` or ``scheduler.step(epoch + i /
-# iters)``, would be that of another step, without an error. So it is refused in the first steps of
-# a job.
-
-_IN_A_ROW = 3  # steps in which the script changes a rate: one may be a reaction to the loss
-
-
-class CountedRates:
-    """Watches the learning rates during one pass whose batches are counted from a constant.
-
-    ``tracked`` and ``user``: the job's tracked objects and ``run.state``, which may have a count of
-    their own.
-    """
-
-    def __init__(self, tracked: Mapping[str, object], user: Mapping[str, object]) -> None:
-        self._optimizers = [t for t in tracked.values() if isinstance(t, torch.optim.Optimizer)]
-        self._restarts = [t for t in tracked.values() if isinstance(t, CosineAnnealingWarmRestarts)]
-        without_a_count = (torch.optim.Optimizer, nn.Module, torch.amp.GradScaler)
-        self._has_counter = any(not isinstance(t, without_a_count) for t in tracked.values())
-        self._user = user
-        self._before: list[float] = []
-        self._changes = 0
-
-    def step_began(self) -> None:
-        """Before the script's code of a step."""
-        if not self._has_counter:
-            self._before = self._rates()
-
-    def step_ended(self, number: int) -> None:
-        """After the script's code of step ``number``: raise TrainingError if the rates follow the
-        count."""
-        # Not before the first step: the script may begin its count there.
-        if any(isinstance(value, int) for value in self._user.values()):
-            return
-        if any(float(scheduler.T_cur) % 1 for scheduler in self._restarts):
-            raise _refusal(number, "scheduler.step(epoch + i / len(loader)) gets")
-        if self._has_counter:
-            return
-        self._changes = self._changes + 1 if self._rates() != self._before else 0
-        if self._changes >= _IN_A_ROW:
-            raise _refusal(number, "the learning rate changes in every step, and follows")
-
-    def _rates(self) -> list[float]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return [group["lr"] for group in groups if isinstance(group.get("lr"), float)]
-
-
-def _refusal(number: int, what: str) -> TrainingError:
-    return TrainingError(
-        f"step {number}: {what} a count from enumerate(loader), which begins at 0 again if the "
-        "loop resumes in the middle of an epoch",
-        hint="for i, batch in enumerate(loader, start=loader.index):",
-    )
 
 
 # ----------------------------------------------------------------------------

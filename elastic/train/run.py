@@ -1279,7 +1279,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
             manager, lifecycle = self._parts.session.checkpoints, self._parts.session.lifecycle
             manager.amend(checkpoints, when, keep, is_restored=lifecycle.is_restored)
             self._parts.session.registry.piggyback(manager.flags)
-        return loops.steps(self._parts.loop, loader)
+        return loops.steps_for_script(self._parts.loop, loader)
 
     def retry(self, fn: Callable[..., T], *args: Any, is_last: bool = True, **kwargs: Any) -> T:
         """Call ``fn`` in a world: the single recovery point, around the complete loop.

@@ -1,10 +1,8 @@
 """`scheduler.step(epoch + i / iters)` with the index of `enumerate(loader)`
 
-As in the documentation of `CosineAnnealingWarmRestarts`. After a death, a loop may resume in the
-middle of an epoch, where the index would be that of another step. `enumerate(loader,
-start=loader.index)` keeps it correct.
+As in the documentation of `CosineAnnealingWarmRestarts`.
 
-Refused: the count of enumerate(
+Group: Optimizers and learning rates
 """
 
 import torch
@@ -40,3 +38,4 @@ def train():
 
 
 run.retry(train)
+result = {**model.state_dict(), "rate": torch.tensor(scheduler.get_last_lr())}

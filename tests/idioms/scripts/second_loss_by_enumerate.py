@@ -1,10 +1,9 @@
 """A second loss in every n-th step, by the index of `enumerate(loader)`
 
 As the generator of a GAN that is trained less often than its critic, a lazy regularization, or an
-average of the weights that moves in every n-th step: after a death, other steps would have it.
-`enumerate(loader, start=loader.index)` keeps it exact.
+average of the weights that moves in every n-th step.
 
-Refused: `i % n_critic == 0`
+Group: Gradients
 """
 
 import torch
@@ -30,7 +29,7 @@ n_critic = 3
 def train():
     for epoch in run.epochs(2):
         for i, (real, _) in enumerate(loader):
-            noise = torch.randn(len(real), 2)
+            noise = real[:, :2]
             optimizer_c.zero_grad()
             (critic(generator(noise).detach()).mean() - critic(real).mean()).backward()
             optimizer_c.step()
@@ -41,3 +40,4 @@ def train():
 
 
 run.retry(train)
+result = {**{f"generator.{n}": v for n, v in generator.state_dict().items()}, **critic.state_dict()}

@@ -1,12 +1,8 @@
 """`if i == n: break` for an epoch of n steps
 
-A loop may resume in the middle of an epoch, where `enumerate` counts from 0 again.
+Where a loop resumes in the middle of an epoch, `enumerate` continues its count.
 
-```python
-loader = run.loader(DataLoader(…), max_steps=n)
-```
-
-Refused: `if i == 6: break` counts from the step at which a loop resumes
+Group: The loop
 """
 
 import torch
@@ -17,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elastic
 
 torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
 x = torch.randn(96, 4)
 dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
 
@@ -38,3 +35,4 @@ def train():
 
 
 run.retry(train)
+result = dict(model.state_dict())

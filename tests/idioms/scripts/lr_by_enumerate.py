@@ -1,10 +1,8 @@
 """A learning rate from the index of `enumerate(loader)`
 
-After a death, a loop may resume in the middle of an epoch, where the index would be that of another
-step. `enumerate(loader, start=loader.index)` keeps it correct. A count that is only printed is not
-refused.
+As in the code of MAE and its descendants.
 
-Refused: the count of enumerate(
+Group: Optimizers and learning rates
 """
 
 import math
@@ -50,3 +48,4 @@ def train():
 
 
 run.retry(train)
+result = dict(model.state_dict())
