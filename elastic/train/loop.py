@@ -1242,6 +1242,12 @@ def _continue_counts(
     consumer: Consumer, loader: ElasticLoader, step: Step, *, knows_index: bool
 ) -> None:
     """In the first step of a pass: let ``enumerate`` continue its count, if the pass does."""
+    if consumer.counts_apart and loader.continues and step.index:
+        get_logger().warning(
+            "this loop resumes at step %d of its epoch, but its enumerate, which numbers other "
+            "items than the loader's batches, begins again",
+            step.index,
+        )
     if consumer.counters:
         frame = sys._getframe(1)
         consumer.continue_counts(

@@ -774,7 +774,9 @@ def endless(loader: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("wrap", [pairs, endless, some, lambda loader: filter(None, loader)])
-def test_other_items_than_batches_are_not_numbered_as_batches(tmp_path: Path, wrap: Any) -> None:
+def test_other_items_than_batches_are_not_numbered_as_batches(
+    tmp_path: Path, wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where such a count trains, it is refused in the first step of the job."""
     stopped(tmp_path, 2)
     with process(tmp_path) as run:
@@ -782,6 +784,7 @@ def test_other_items_than_batches_are_not_numbered_as_batches(tmp_path: Path, wr
         run.state["passes"] = 1
         count, _ = next(enumerate(wrap(script.loader)))
         assert count == 0 and not script.loader.counts_continue
+    assert "resumes at step 2 of its epoch, but its enumerate" in caplog.text
 
 
 def test_enumerate_continues_after_a_recovery(tmp_path: Path) -> None:
