@@ -1165,7 +1165,9 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
     if passed.is_first or not loader.following.follows:  # a follower may begin a pass in each step
         # The iterator must not be a local variable: it would keep itself alive.
         consumer = consumer_of(
-            passed.iterator and passed.iterator(), everywhere=passed.is_first or loader.is_resumed
+            passed.iterator and passed.iterator(),
+            everywhere=passed.is_first,
+            is_resumed=loader.is_resumed,
         )
     if loop.is_peek:
         # Training cannot begin yet: the script inspects the data, for its shape or statistics.
@@ -1205,9 +1207,11 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
         )
     loop.is_limited = consumer.takes is not None and not knows_index
     limit = functools.partial(_batches_of_pass, loop, loader, consumer, may_subtract=knows_index)
+    begins = True
     with closing(steps(loop, loader, limit)) as left:
         for step in left:
-            _continue_counts(consumer, loader, step, knows_index=knows_index)
+            if begins:
+                begins = _continue_counts(consumer, loader, step, knows_index=knows_index)
             batch = step.only_micro_batch()
             loop.reading_ahead.step_began(batch)
             yield batch
@@ -1228,20 +1232,23 @@ def _steps_for_script(
     loop: StepLoop, loader: ElasticLoader, made: list[weakref.ref[Iterator[Step]]]
 ) -> Iterator[Step]:
     # (As in _batches, the iterator must not be a local variable.)
-    everywhere = loader.is_resumed or not loop.lifecycle.is_restored
-    consumer, knows_index = consumer_of(made.pop()(), everywhere=everywhere), loader.index_was_read
+    everywhere = not loop.lifecycle.is_restored
+    consumer = consumer_of(made.pop()(), everywhere=everywhere, is_resumed=loader.is_resumed)
+    knows_index, begins = loader.index_was_read, True
     loader.counts_continue = bool(consumer.counters)
     with closing(steps(loop, loader)) as left:
         for step in left:
-            _continue_counts(consumer, loader, step, knows_index=knows_index)
+            if begins:
+                begins = _continue_counts(consumer, loader, step, knows_index=knows_index)
             yield step
             del step
 
 
 def _continue_counts(
     consumer: Consumer, loader: ElasticLoader, step: Step, *, knows_index: bool
-) -> None:
-    """In the first step of a pass: let ``enumerate`` continue its count, if the pass does."""
+) -> bool:
+    """In the first step of a pass: let ``enumerate`` continue its count, if the pass does. Returns
+    False."""
     if consumer.counts_apart and loader.continues and step.index:
         get_logger().warning(
             "this loop resumes at step %d of its epoch, but its enumerate, which numbers other "
@@ -1255,6 +1262,7 @@ def _continue_counts(
             knows_index=knows_index,
             from_constant=lambda: counts_from_constant(frame),
         )
+    return False
 
 
 def _batches_of_pass(

@@ -41,7 +41,7 @@ from elastic.train.checks import loops_with, tree_of
 # collector can list its referrers.
 #
 # ``enumerate`` continues its count, as if the pass had not been interrupted: its object is given
-# another one before it numbers its first item.
+# that count before it numbers its first item (decision 41).
 #
 # Where the script limits an epoch by ``islice`` or ``zip``, the loader remembers the number of its
 # batches, as part of the job's state. A pass that resumes ends where the interrupted one would
@@ -70,8 +70,8 @@ _NESTED = 3  # of these around each other: islice(enumerate(zip(loader, other)),
 class Consumer:
     """The reader of a pass, as far as it is known."""
 
-    # Objects of enumerate that number each of its batches, with what the first one is to count
-    # from. (Empty after that: they refer to the iterator, which would keep itself alive.)
+    # Objects of enumerate that number each of its batches. (Emptied in the first step: they refer
+    # to the iterator, which would keep itself alive.)
     counters: list[Any] = field(default_factory=list)
     counts_apart: bool = False  # an enumerate numbers items that may be no batches of one pass
     is_cycle: bool = False
@@ -137,23 +137,27 @@ class Consumer:
             )
 
 
-def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
+def consumer_of(iterator: object, *, everywhere: bool, is_resumed: bool = False) -> Consumer:
     """Find the reader that requested the first item of ``iterator``, a generator of the calling
     frame.
 
     ``everywhere`` scans all objects (22 ms at 290,000 objects; 110 ms behind a progress bar
     [measured]), else only the last few thousand allocations, which include the objects that a
-    ``for`` statement has just created.
+    ``for`` statement has just created, unless all garbage was collected since. A pass that
+    ``is_resumed`` must find an ``enumerate``.
     """
     frames = _generators(sys._getframe(1).f_back)
     if not everywhere:
         holders = objects_of(_READERS, (0, 1))
-    else:
+        if is_resumed and _names_enumerate(sys._getframe(1).f_back):
+            counters = (held for held in holders if type(held) is enumerate)
+            everywhere = not any(_reads(held, iterator, frames) for held in counters)
+    if everywhere:
         holders = objects_of(_READERS, (None,)) if frames else _holders(iterator)
     bars = _frames_of_progress_bars(sys._getframe(1).f_back)
     each = [frame for frame in frames if frame in bars or _passes_each(frame)]
     begins_again = ""
-    counters: list[Any] = []
+    counted: list[Any] = []
     counts_apart = False
     is_cycle = is_slice = False
     takes: int | None = None
@@ -161,7 +165,7 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
         if type(holder) is enumerate:
             read, _ = cast(tuple[object, int], holder.__reduce__()[1])
             if _reads(read, iterator, each, kinds=_EACH):
-                counters.append(holder)
+                counted.append(holder)
             elif _reads(read, iterator, frames):
                 counts_apart = True
         elif type(holder) is itertools.cycle:
@@ -180,11 +184,11 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
             inner = gc.get_referents(holder)
             if any(_reads(read, iterator, frames) for read in inner) and _counts(holder, inner):
                 begins_again = f"{type(holder).__name__}(…)"
-    return Consumer(counters, counts_apart, is_cycle, takes, is_slice, begins_again)
+    return Consumer(counted, counts_apart, is_cycle, takes, is_slice, begins_again)
 
 
-# Where CPython keeps the count: behind the head of an object (Objects/enumobject.c, en_index, the
-# same in 3.10 to 3.14).
+# Where CPython keeps the count: behind the head of an object (Objects/enumobject.c, en_index; seen
+# in 3.10 to 3.13).
 _COUNT = object.__basicsize__
 
 
@@ -205,6 +209,15 @@ def _advance(counter: Any, batches: int) -> None:
             f"{count}, which cannot be changed in Python {sys.version.split()[0]}",
             hint="for i, batch in enumerate(loader, start=loader.index):",
         )
+
+
+def _names_enumerate(frame: FrameType | None) -> bool:
+    """Whether the script's loop, or a generator that it reads, may call ``enumerate``."""
+    while frame is not None:
+        if "enumerate" in frame.f_code.co_names:
+            return True
+        frame = frame.f_back if frame.f_code.co_flags & inspect.CO_GENERATOR else None
+    return False
 
 
 def _passes_each(frame: FrameType) -> bool:
