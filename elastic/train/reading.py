@@ -63,6 +63,8 @@ _EACH = (
 )
 _ONE_BY_ONE = (*_EACH, *_CHOOSERS)
 _READERS = (*_ONE_BY_ONE, itertools.cycle, itertools.compress)
+_NEXT = "__next__"
+_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.comprehension)
 _NESTED = 3  # of these around each other: islice(enumerate(zip(loader, other)), n)
 
 
@@ -146,7 +148,7 @@ def consumer_of(iterator: object, *, everywhere: bool, is_resumed: bool = False)
     ``for`` statement has just created, unless all garbage was collected since. A pass that
     ``is_resumed`` must find an ``enumerate``.
     """
-    frames = _generators(sys._getframe(1).f_back)
+    frames = _readers_of(sys._getframe(1).f_back)
     if not everywhere:
         holders = objects_of(_READERS, (0, 1))
         if is_resumed and _names_enumerate(sys._getframe(1).f_back):
@@ -211,19 +213,28 @@ def _advance(counter: Any, batches: int) -> None:
         )
 
 
+def _is_request(called: ast.expr) -> bool:
+    return getattr(called, "attr", getattr(called, "id", "")) in ("next", _NEXT)
+
+
 def _names_enumerate(frame: FrameType | None) -> bool:
     """Whether the script's loop, or a generator that it reads, may call ``enumerate``."""
     while frame is not None:
         if "enumerate" in frame.f_code.co_names:
             return True
-        frame = frame.f_back if frame.f_code.co_flags & inspect.CO_GENERATOR else None
+        frame = frame.f_back if _is_reader(frame) else None
     return False
 
 
 def _passes_each(frame: FrameType) -> bool:
     """Whether a generator of the script yields one item for each batch, of one pass: by ``yield
-    from``, or by the only ``yield`` in its loop."""
+    from``, or by the only ``yield`` in its loop. Or whether a ``__next__`` requests one batch."""
     tree, line = tree_of(frame), frame.f_lineno
+    if frame.f_code.co_name == _NEXT:
+        functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+        nodes = [n for function in functions for n in ast.walk(function)]
+        requests = [n for n in nodes if isinstance(n, ast.Call) and _is_request(n.func)]
+        return len(requests) == 1 and not any(isinstance(n, _BRANCHES) for n in nodes)
     yields = [n for n in ast.walk(tree) if isinstance(n, (ast.Yield, ast.YieldFrom))]
     if len(yields) != 1 or loops_with(tree, line):
         return False
@@ -346,13 +357,16 @@ def _reads(
     depth: int = _NESTED,
     kinds: tuple[type, ...] = _ONE_BY_ONE,
 ) -> bool:
-    """Whether ``reader`` is the iterator, the generator of one of ``frames``, or an object of
-    ``kinds`` that passes their items on."""
+    """Whether ``reader`` is the iterator, the generator or the object with ``__next__`` of one of
+    ``frames``, or an object of ``kinds`` that passes their items on."""
     if type(reader) in kinds and depth:
         inner = gc.get_referents(reader)
         parts = [part for parts in inner if type(parts) is tuple for part in parts]
         return any(_reads(read, iterator, frames, depth - 1, kinds) for read in (*inner, *parts))
-    return reader is iterator or (isinstance(reader, GeneratorType) and reader.gi_frame in frames)
+    if isinstance(reader, GeneratorType):
+        return reader is iterator or reader.gi_frame in frames
+    own = getattr(getattr(type(reader), "__next__", None), "__code__", None)
+    return own is not None and any(frame.f_code is own for frame in frames)
 
 
 def _frames_of_progress_bars(frame: FrameType | None) -> list[Any]:
@@ -476,6 +490,19 @@ def created_too_early() -> TrainingError:
         hint="create it in that function, as a local variable: batches = cycle(loader), "
         "batches = iter(loader)",
     )
+
+
+def _readers_of(frame: FrameType | None) -> list[FrameType]:
+    """The frame and its callers, for as long as they are generators, or ``__next__`` of classes."""
+    frames = []
+    while frame is not None and _is_reader(frame):
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _is_reader(frame: FrameType) -> bool:
+    return bool(frame.f_code.co_flags & inspect.CO_GENERATOR) or frame.f_code.co_name == _NEXT
 
 
 def _generators(frame: FrameType | None) -> list[FrameType]:

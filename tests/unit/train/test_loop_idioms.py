@@ -744,8 +744,27 @@ class Passed:
         yield from self.loader
 
 
+class Next:
+    """The same, by ``__next__``."""
+
+    def __init__(self, loader: Any) -> None:
+        self.batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        x, y = next(self.batches)
+        return x * 2, y
+
+
+class Pairs(Next):
+    def __next__(self) -> Any:
+        return next(self.batches), next(self.batches)
+
+
 @pytest.mark.parametrize("start", [0, 1])
-@pytest.mark.parametrize("wrap", [iter, bar, zip, doubled, Passed])
+@pytest.mark.parametrize("wrap", [iter, bar, zip, doubled, Passed, Next])
 def test_enumerate_continues_in_a_restarted_job(tmp_path: Path, wrap: Any, start: int) -> None:
     stopped(tmp_path, 2)
     with process(tmp_path) as run:
@@ -773,7 +792,7 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-@pytest.mark.parametrize("wrap", [pairs, endless, some, lambda loader: filter(None, loader)])
+@pytest.mark.parametrize("wrap", [pairs, endless, some, Pairs, lambda loader: filter(None, loader)])
 def test_other_items_than_batches_are_not_numbered_as_batches(
     tmp_path: Path, wrap: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
