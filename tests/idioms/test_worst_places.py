@@ -475,32 +475,6 @@ def train():
 }
 
 
-WARNED = {
-    "enumerate from 0": (
-        """
-def train():
-    for epoch in run.epochs(2):
-        for i, (inputs, targets) in enumerate(loader):
-            STEP
-            die(epoch * 8 + i, 3)
-""",
-        "use enumerate(loader, start=loader.index)",
-    ),
-}
-
-
-@pytest.mark.parametrize("loop", WARNED)
-def test_loops_with_their_own_counters_cause_a_warning(
-    runs: IdiomRuns, tmp_path: Path, loop: str
-) -> None:
-    body, message = WARNED[loop]
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + TRAINED + dedent(body).replace("STEP", STEP) + TAIL)
-    outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF)
-    assert not outcome.problem, outcome.describe()
-    assert message in outcome.describe()
-
-
 def test_weights_torn_on_all_ranks_are_not_replaced_by_initial_ones(
     runs: IdiomRuns, tmp_path: Path
 ) -> None:
