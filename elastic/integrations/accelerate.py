@@ -32,6 +32,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ from torch.utils.data import DataLoader, RandomSampler
 import elastic
 from elastic.errors import ConfigError, TrainingError
 from elastic.groups.world import World
-from elastic.integrations.prepared import PreparedLoader, is_training
+from elastic.integrations.prepared import PreparedLoader, is_training, weighted
 from elastic.telemetry.log import get_logger
+from elastic.train.loader import Share
 from elastic.train.run import Run
 
 try:
@@ -187,7 +189,7 @@ class _Loader(PreparedLoader, DataLoaderStateMixin):
         size = getattr(given, "batch_size", None)
         if size is not None:
             size *= 1 if a.split_batches else a.run.largest_world
-        return a.run.loader(given, global_batch=size, order=order)
+        return a.run.loader(given, global_batch=size, order=order, **a.division)
 
     def trains(self) -> bool:
         return is_training(self._accelerator.trained)
@@ -197,10 +199,18 @@ class _Loader(PreparedLoader, DataLoaderStateMixin):
         self.begin()
         last = len(loader) - 1
         try:
+            if self._accelerator.division:
+                for step in self._accelerator.run.steps(loader):
+                    self.end_of_dataloader = step.index == last
+                    for batch in step:
+                        self._accelerator.begin_batch(step, loader.share)
+                        yield self.to_device(batch)
+                return
             for index, batch in enumerate(loader, start=loader.index):
                 self.end_of_dataloader = index == last  # without reading one batch ahead
                 yield self.to_device(batch)
         finally:
+            self._accelerator.end_batches()
             self.end()
 
     def to_device(self, batch: Any) -> Any:
@@ -241,12 +251,24 @@ class ElasticAccelerator(Accelerator):
     ``run``: what ``elastic.join()`` has returned; without one, it joins with the defaults. All
     other arguments are those of ``Accelerator``.
 
+    ``whole_batches``: a rank gets whole batches of the largest world, for a loss that is not a mean
+    over samples. In a smaller world it reads several in the place of one, as if it accumulated
+    them: ``sync_gradients`` is True in the last one.
+
     Raises ConfigError for a kind of training whose state is not whole on each rank (FSDP,
     DeepSpeed, Megatron, TPUs).
     """
 
-    def __init__(self, *args: Any, run: Run | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, run: Run | None = None, whole_batches: bool = False, **kwargs: Any
+    ) -> None:
         self.run = elastic.join() if run is None else run
+        self.division: dict[str, Any] = {}
+        """How a loader divides batches, as options of ``run.loader``."""
+        if whole_batches:
+            self.division = {"weights": "equal", "whole_batches": True}
+        self._batches: elastic.Step | None = None
+        self.end_batches()
         self.trained: list[nn.Module] = []
         """The models that are trained."""
         self._is_freed = False
@@ -266,6 +288,7 @@ class ElasticAccelerator(Accelerator):
         set_state(num_processes=world.size, process_index=world.rank)
         self.step = 0  # groups of accumulated batches are repeated from their first one
         self.sync_gradients = True
+        self.end_batches()
         if self.is_main_process:
             begun, _deferred[:] = _deferred[:], []
             for begin in begun:
@@ -335,7 +358,10 @@ class ElasticAccelerator(Accelerator):
             if self.scaler is not None and not self._tracked["optimizer"]:
                 self.run.track(scaler=self.scaler)
             self._track("optimizer", optimizer)
-        return super().prepare_optimizer(optimizer, device_placement)
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if self.division and prepared is not optimizer:
+            prepared.zero_grad = functools.partial(self._zero_grad, prepared.zero_grad)
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         prepared = super().prepare_scheduler(scheduler)
@@ -366,6 +392,61 @@ class ElasticAccelerator(Accelerator):
                 "" if input_dir is None else input_dir,
             )
         super().load_state(input_dir, *args, **kwargs)
+
+    # -- whole batches: several of this rank in the place of one of the largest world -----------
+
+    def begin_batch(self, step: elastic.Step, share: Share) -> None:
+        """Called by a loader before it yields a batch."""
+        self._batches, self._has_gradients = step, False
+        self._weight = share.mean_weights[step.micro_batch]
+        self.sync_gradients = step.is_last_micro_batch
+
+    def end_batches(self) -> None:
+        """Called by a loader after its last batch."""
+        self._batches = None
+        self._weight, self._has_gradients = 1.0, False
+
+    @property
+    def _is_last_batch(self) -> bool:
+        return self._batches is None or self._batches.is_last_micro_batch
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """See Accelerator, which counts batches of the largest world."""
+        if not self._is_last_batch:
+            yield
+            return
+        with super().accumulate(*models):
+            yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """See Accelerator."""
+        self._has_gradients = True
+        super().backward(weighted(loss, self._weight), **kwargs)
+
+    def _zero_grad(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """An optimizer's, before the first backward pass of these batches or after the last."""
+        step = self._batches
+        if step is not None and len(step) > 1 and not self._has_gradients:
+            if step.micro_batch:
+                return
+            count = self.gradient_state.num_steps
+            ends = self.gradient_state.end_of_dataloader or (self.step + 1) % count == 0
+            self.sync_gradients = ends  # as Accelerate would have it in the one batch
+        zero_grad(*args, **kwargs)
+        if not self._is_last_batch:
+            self.sync_gradients = False
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+        """See Accelerator; without effect, and 0, while gradients of batches are missing."""
+        if not self._is_last_batch:
+            return torch.zeros((), device=self.device)
+        return super().clip_grad_norm_(*args, **kwargs)
+
+    def clip_grad_value_(self, *args: Any, **kwargs: Any) -> None:
+        """See Accelerator, and :meth:`clip_grad_norm_`."""
+        if self._is_last_batch:
+            super().clip_grad_value_(*args, **kwargs)
 
     # -- in the loop ----------------------------------------------------------------------------
 

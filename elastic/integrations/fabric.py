@@ -37,7 +37,8 @@ from torch.utils.data.distributed import DistributedSampler
 import elastic
 from elastic.errors import ConfigError
 from elastic.groups.world import World
-from elastic.integrations.prepared import PreparedLoader, is_training
+from elastic.integrations.prepared import PreparedLoader, batches_of, is_training, weighted
+from elastic.train.loader import Ordering
 from elastic.train.run import Run
 
 try:
@@ -125,11 +126,34 @@ class _Loader(PreparedLoader):
     ) -> None:
         self._fabric, self._moves = fabric, moves
         run = fabric.elastic
-        order = _order(given, run.largest_world) if is_fabrics_order else None
-        super().__init__(run, given, lambda: run.loader(given, order=order))
+        order: Ordering | None = None
+        own = (
+            _order(given, run.largest_world, fills_up=bool(fabric.division))
+            if is_fabrics_order
+            else None
+        )
+        if own is not None:
+            order = own if not fabric.division else batches_of(own, given, run.largest_world)
+        super().__init__(run, given, lambda: run.loader(given, order=order, **fabric.division))
 
     def trains(self) -> bool:
         return is_training(self._fabric.modules)
+
+    def training(self) -> Iterator[Any]:
+        if not self._fabric.division:
+            yield from super().training()
+            return
+        for step in self._run.steps(self.job_loader):
+            yield self._batches_of(step)
+
+    def _batches_of(self, step: elastic.Step) -> Iterator[Any]:
+        """This rank's batches in the place of one."""
+        try:
+            for batch in step:
+                self._fabric.weight = self.job_loader.share.mean_weights[step.micro_batch]
+                yield self.to_device(batch)
+        finally:
+            self._fabric.weight = 1.0
 
     def to_device(self, batch: Any) -> Any:
         return move_data_to_device(batch, self._fabric.device) if self._moves else batch
@@ -149,9 +173,12 @@ class _Moved:
         return map(self._to_device, self._loader)
 
 
-def _order(given: DataLoader[Any], ranks: int) -> Callable[[int], list[int]] | None:
+def _order(
+    given: DataLoader[Any], ranks: int, *, fills_up: bool
+) -> Callable[[int], list[int]] | None:
     """The samples of DistributedSampler, with which Fabric replaces the usual samplers, in the
-    order in which the ranks of the largest world read them together. None: another sampler's."""
+    order in which the ranks of the largest world read them together. None: another sampler's.
+    ``fills_up``: all ranks have equally many, as there."""
     if type(given.sampler) not in (RandomSampler, SequentialSampler) or ranks == 1:
         return None
     if not hasattr(given.dataset, "__len__"):
@@ -166,7 +193,9 @@ def _order(given: DataLoader[Any], ranks: int) -> Callable[[int], list[int]] | N
 
     def order(epoch: int) -> list[int]:
         everything.set_epoch(epoch)
-        return list(everything)
+        indices = list(everything)
+        missing = -len(indices) % ranks if fills_up else 0
+        return indices + (indices * ranks)[:missing]
 
     return order
 
@@ -177,6 +206,11 @@ class ElasticFabric(Fabric):
     ``run``: what ``elastic.join()`` has returned; without one, it joins with the defaults. All
     other arguments are those of ``Fabric``, except that ``strategy`` is DDP; ``ddp`` are options of
     DistributedDataParallel. Raises ConfigError for another strategy.
+
+    ``whole_batches``: a rank gets whole batches of the largest world, for a loss that is not a mean
+    over samples. In a smaller world it has several in the place of one, so that a loader yields an
+    iterator over them in training: ``for batches in loader: for batch in batches: …``. Gradients
+    are reduced with the last one.
     """
 
     def __init__(
@@ -185,6 +219,7 @@ class ElasticFabric(Fabric):
         run: Run | None = None,
         strategy: str = "ddp",
         ddp: dict[str, Any] | None = None,
+        whole_batches: bool = False,
         **kwargs: Any,
     ) -> None:
         if strategy not in ("auto", "ddp"):
@@ -193,6 +228,11 @@ class ElasticFabric(Fabric):
                 hint='strategy="ddp"; or plain Fabric, which recovers by a restart',
             )
         self.elastic = elastic.join() if run is None else run
+        self.division: dict[str, Any] = {}
+        """How a loader divides batches, as options of ``run.loader``."""
+        if whole_batches:
+            self.division = {"weights": "equal", "whole_batches": True}
+        self.weight = 1.0  # of the current batch's loss
         kwargs.setdefault("accelerator", self.elastic.device.type)
         kwargs.setdefault("devices", int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self._ddp = _Strategy(self.elastic, **(ddp or {}))
@@ -214,6 +254,10 @@ class ElasticFabric(Fabric):
             for each in dataloaders
         ]
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """See Fabric."""
+        super().backward(weighted(tensor, self.weight), *args, **kwargs)
 
     def epochs(self, count: int) -> Iterator[int]:
         """``run.epochs(count)``."""

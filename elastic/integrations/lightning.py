@@ -28,7 +28,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -43,6 +43,7 @@ import elastic
 from elastic.errors import ConfigError
 from elastic.groups.world import World
 from elastic.integrations.attributes import ChangedAttributes, own_attributes, own_modules
+from elastic.integrations.prepared import batches_of, weighted
 from elastic.telemetry.files import replacing
 from elastic.telemetry.log import get_logger
 from elastic.train.copies import copied
@@ -137,6 +138,8 @@ class SharedLoader:
 
     ``position``: the epoch, and the number of its batches that were read, at which an iteration
     begins. ``is_whole``: read all batches, for an evaluation before the first world.
+    ``whole_batches``: those of the largest world, of which this rank may have several in the place
+    of one: the item, and :attr:`rest`.
     """
 
     def __init__(
@@ -146,13 +149,23 @@ class SharedLoader:
         position: Callable[[], tuple[int, int]],
         *,
         is_whole: bool = False,
+        whole_batches: bool = False,
     ) -> None:
         self._run, self._given, self._position = run, loader, position
         self._is_whole = is_whole
+        self.rest: list[tuple[float, Any]] = []  # with their weights
         self._cycle = 0  # iterations since `resume`
         self.current: BatchInfo | None = None
+        order = _order_of(loader, run.largest_world)
+        batches = None
+        if whole_batches and order is not None:
+            batches = batches_of(order, loader, run.largest_world)
         self._loader = ElasticLoader(
-            loader, order=_order_of(loader, run.largest_world), largest_world=run.largest_world
+            loader,
+            order=order if batches is None else batches,
+            largest_world=run.largest_world,
+            weights="equal" if whole_batches else "samples",
+            whole_batches=whole_batches,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -174,7 +187,11 @@ class SharedLoader:
         # The shorter of several loaders begins again (CombinedLoader, mode="max_size_cycle").
         self._loader.seek(Position(epoch, read % len(self) if read != len(self) else read))
         rank, size = self._rank_and_size()
-        for info, batch in self._loader.batches(rank, size, keeps_workers=True):
+        batches = self._loader.batches(rank, size, keeps_workers=True)
+        for info, batch in batches:
+            others = [next(batches) for _ in range(1, info.micro_batches)]
+            weights = info.share.mean_weights
+            self.rest = [(weights[each.micro_batch], other) for each, other in others]
             self.current = info
             yield batch
 
@@ -192,7 +209,7 @@ class SharedLoader:
         info = self.current
         if info is None:
             return 1.0
-        return info.rank_samples * self._run.world.size / info.global_samples
+        return info.share.mean_weights[0] * info.rank_weight * self._run.world.size
 
     def stop(self) -> None:
         """End the data workers."""
@@ -461,15 +478,16 @@ class Averages:
         self._sums = []
         self._own = {key: _totals(metric) for key, metric in self._shared()}
 
-    def give(self) -> None:
-        """Called before a backward pass: sum what the batch has logged with its gradients."""
+    def give(self, *, counts: bool = True) -> None:
+        """Called before a backward pass: sum what the batch has logged with its gradients, if it
+        ``counts``."""
         values: dict[str, float | torch.Tensor] = {}
         for key, metric in self._shared():
             value, weight = _totals(metric)
             before, weight_before = self._own.get(key, (torch.zeros_like(value), 0))
             self._own[key] = value, weight
-            values[f"{key}:value"] = (value - before).double()
-            values[f"{key}:weight"] = float(weight - weight_before)
+            values[f"{key}:value"] = (value - before).double() * counts
+            values[f"{key}:weight"] = float(weight - weight_before) * counts
         if values:
             sums = self._run.sum_with_gradients(**values)
             if not any(sums is earlier for earlier in self._sums):  # of passes under no_sync()
@@ -880,6 +898,44 @@ class Fit:
         combined = self.loop._combined_loader
         return combined.flattened[0].weight if combined is not None else 1.0
 
+    def rest(self, *, takes: bool = False) -> list[tuple[float, Any]]:
+        """Further batches of this rank in the place of the current one."""
+        combined = self.loop._combined_loader
+        if combined is None or not self.strategy._whole_batches:
+            return []
+        (loader,) = combined.flattened
+        rest = loader.rest
+        if takes:
+            loader.rest = []
+        return list(rest)
+
+    @contextmanager
+    def joined_logs(self) -> Iterator[Callable[..., None]]:
+        """Log what further batches log as a part of the first one, whose place they take. The
+        function is called before each of their backward passes."""
+        results = self.epochs._results
+        own = OwnResults(self.trainer.lightning_module, lambda: results)
+        sums = {key: metric._forward_cache for key, metric in self._logged_in_step()}
+        states = [own.state_dict()]
+
+        def joins(*, counts: bool) -> None:
+            self.averages.give(counts=counts)
+            for key, metric in self._logged_in_step():
+                if metric.meta.sync.should and metric.meta.is_mean_reduction:
+                    sums[key] = sums[key] + metric._forward_cache
+            if not counts:
+                own.load_state_dict(states[0])
+            states[0] = copied(own.state_dict())
+
+        yield joins
+        for key, metric in self._logged_in_step():
+            metric._forward_cache = sums[key]
+
+    def _logged_in_step(self) -> Iterator[tuple[str, Any]]:
+        for key, metric in self.epochs._results.items():
+            if metric.is_tensor and metric.meta.on_step and metric.meta.fx == "training_step":
+                yield key, metric
+
     def end(self) -> None:
         """Restore what was replaced."""
         self.logs.remove()
@@ -900,6 +956,13 @@ class Fit:
     def _run(self) -> None:
         # The same calls of the job on all ranks, also if it was over when this node joined.
         self.loop.setup_data()
+        loaders = self.loop._combined_loader
+        if self.strategy._whole_batches and loaders is not None and len(loaders.flattened) > 1:
+            raise ConfigError(
+                "whole_batches=True with several loaders: each has its own batches in the place of "
+                "one",
+                hint="one DataLoader over torch.utils.data.StackDataset(first, second)",
+            )
         state = self.progress.of_other
         self.job.begin(self)
         if not self.loop.skip:
@@ -1094,6 +1157,7 @@ def _define(package: str) -> Any:
     environments: Any = importlib.import_module(f"{fabric}.plugins.environments")
     reset_seed = importlib.import_module(f"{fabric}.utilities.seed").reset_seed
     base: Any = importlib.import_module(f"{package}.strategies")
+    call: Any = importlib.import_module(f"{package}.trainer.call")
     data_connector = importlib.import_module(f"{package}.trainer.connectors.data_connector")
 
     class Environment(environments.ClusterEnvironment):
@@ -1143,9 +1207,11 @@ def _define(package: str) -> Any:
 
         ``Trainer(strategy=ElasticStrategy(checkpoints=…))``; ``strategy="elastic"`` after this
         module's import, with ``ELASTIC_CHECKPOINTS``. ``devices`` is the number of workers per
-        node, as with "ddp"; ``num_nodes`` has no effect. ``checkpoints``, ``when``, ``keep`` and
-        ``seed`` are those of :func:`elastic.join`, ``find_unused_parameters`` and others those of
-        DDP.
+        node, as with "ddp"; ``num_nodes`` has no effect. ``whole_batches``: a rank gets whole
+        batches of the largest world, for a loss that is not a mean over samples; in a smaller world
+        ``training_step`` is called for several, one after the other, in the place of one.
+        ``checkpoints``, ``when``, ``keep`` and ``seed`` are those of :func:`elastic.join`,
+        ``find_unused_parameters`` and others those of DDP.
 
         Raises ConfigError for options of DDPStrategy that cannot be supported, and the errors of
         :func:`elastic.join`.
@@ -1160,12 +1226,16 @@ def _define(package: str) -> Any:
             when: Any = None,
             keep: Any = None,
             seed: int = 0,
+            whole_batches: bool = False,
             **options: Any,
         ) -> None:
             _refuse_options(options)
+            self._whole_batches = whole_batches
             self._trainer: Any = None
             self.weight = 1.0  # of this rank's mean over its samples of the current batch
             self._fit: Fit | None = None
+            self._is_in_rest, self._syncs = False, True
+            self._arguments: tuple[Any, ...] = ()
             self._is_together = False  # in a function that all ranks call, and repeat after a fault
             self.run = elastic.join(checkpoints=checkpoints, when=when, keep=keep, seed=seed)
             super().__init__(cluster_environment=Environment(self.run), **options)
@@ -1247,6 +1317,8 @@ def _define(package: str) -> Any:
             self._trainer, kind = trainer, str(trainer.state.fn.value)
             if kind == "fit":
                 _refuse_callbacks(trainer.callbacks)
+                if self._whole_batches:
+                    _refuse_own_loops(trainer.lightning_module)
                 super().setup(trainer)
                 self._fit = Fit(self, trainer, self._job)
                 return
@@ -1281,6 +1353,7 @@ def _define(package: str) -> Any:
                 _unwrapped(dataloader),
                 self._position if is_training else self._start,
                 is_whole=self._trainer.evaluating and not self.run.has_world,
+                whole_batches=is_training and self._whole_batches,
             )
 
         def _position(self) -> tuple[int, int]:
@@ -1293,7 +1366,11 @@ def _define(package: str) -> Any:
         def training_step(self, *args: Any, **options: Any) -> Any:
             """The module's training step, in which means over ranks are those over samples."""
             assert self._fit is not None
-            self.weight = self._fit.weight
+            if not self._is_in_rest:
+                self.weight, self._arguments = self._fit.weight, args
+                self._syncs = getattr(self.model, "require_backward_grad_sync", True)
+                if self._fit.rest():
+                    self.model.require_backward_grad_sync = False  # until the last batch
             try:
                 return super().training_step(*args, **options)
             finally:
@@ -1302,10 +1379,35 @@ def _define(package: str) -> Any:
         def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
             """A backward pass: gradients of all ranks add up to those of plain Lightning."""
             assert self._fit is not None
+            backward = functools.partial(super().backward, optimizer=optimizer)
             self._fit.averages.give()
-            if (weight := self._fit.weight) != 1.0:
-                closure_loss = closure_loss * weight
-            return super().backward(closure_loss, optimizer, *args, **options)
+            returned = backward(weighted(closure_loss, self._fit.weight), *args, **options)
+            if rest := self._fit.rest(takes=True):
+                with self._fit.joined_logs() as joins:
+                    for number, (weight, batch) in enumerate(rest, start=1):
+                        if number == len(rest):
+                            self.model.require_backward_grad_sync = self._syncs
+                        loss = self._step_of_rest(batch, weight)
+                        joins(counts=weight > 0)
+                        backward(weighted(loss, weight), *args, **options)
+            return returned
+
+        def _step_of_rest(self, batch: Any, weight: float) -> Any:
+            """The loss of another batch of this rank, in the place of one of the largest world."""
+            trainer, module = self._trainer, self.lightning_module
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+            trainer._results.batch, trainer._results.batch_size = batch, None
+            self._is_in_rest, self.weight = True, weight
+            try:
+                output = call._call_strategy_hook(
+                    trainer, "training_step", batch, *self._arguments[1:]
+                )
+            finally:
+                self._is_in_rest = False
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            return loss / trainer.accumulate_grad_batches
 
         # -- files and the end ----------------------------------------------------------------
 
@@ -1390,6 +1492,21 @@ def _refuse_options(options: dict[str, Any]) -> None:
     }
     for name in options.keys() & refused.keys():
         raise ConfigError(f"ElasticStrategy({name}=…) is not supported", hint=refused[name])
+
+
+def _refuse_own_loops(module: Any) -> None:
+    """Raise ConfigError for a training step that cannot be called for one batch after the other."""
+    if not module.automatic_optimization:
+        raise ConfigError(
+            "whole_batches=True calls training_step for several batches before an update, and "
+            "manual optimization updates in each call",
+            hint="automatic optimization; or omit whole_batches, if losses are means over samples",
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ConfigError(
+            "whole_batches=True passes batches to training_step, which reads dataloader_iter",
+            hint="training_step(self, batch, batch_idx)",
+        )
 
 
 def _refuse_callbacks(callbacks: list[Any]) -> None:

@@ -23,6 +23,35 @@ def is_training(models: Iterable[nn.Module]) -> bool:
     return torch.is_grad_enabled() and (not modes or any(modes))
 
 
+def batches_of(
+    order: Callable[[int], list[int]], loader: DataLoader[Any], ranks: int
+) -> Callable[[int], list[list[int]]]:
+    """The batches that the ranks of the largest world read together, those of all in turn.
+    ``order``: the samples of all, one of each rank in turn."""
+    size: Any = loader.batch_size
+
+    def batches(epoch: int) -> list[list[int]]:
+        indices = order(epoch)
+        each = len(indices) // ranks
+        last = each - each % size if loader.drop_last else each
+        return [
+            indices[rank::ranks][first : first + size]
+            for first in range(0, last, size)
+            for rank in range(ranks)
+        ]
+
+    return batches
+
+
+def weighted(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """A loss whose gradients count with ``weight``; 0 for a filler."""
+    if weight == 1.0:
+        return loss
+    if not weight:  # not × 0: a NaN of the filler must not reach the gradients
+        return torch.where(torch.zeros((), dtype=torch.bool, device=loss.device), loss, 0.0)
+    return loss * weight
+
+
 class PreparedLoader:
     """Iterating it in training yields this rank's share of each step, from the job's position. In
     evaluation it is the framework's own loader for the ranks of the current world.

@@ -98,6 +98,24 @@ def test_a_death_leaves_what_the_plain_framework_computes(
         assert_equal(outcome, plain(case), workers=SIZE - 1 + is_replaced)
 
 
+TOKENS = [
+    (ACCELERATE, "3", "0", "0", "tokens"),
+    (FABRIC, "2", "0", "tokens"),
+    pytest.param((ACCELERATE, "1", "0", "0", "tokens", "first"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", TOKENS, ids="-".join)
+def test_a_mean_over_tokens_survives_a_death(
+    world: SmallWorld, plain: Plain, tmp_path: Path, case: tuple[str, ...]
+) -> None:
+    """Each rank of the smaller world has batches of the largest one."""
+    pytest.importorskip(case[0].partition("_")[0].replace("fabric", "lightning"))
+    outcome = elastic_run(world, tmp_path, *case, death=Death(rank=1, event=50))
+    assert outcome.died_at
+    assert_equal(outcome, plain(case), workers=SIZE - 1)
+
+
 SPLIT = """
 import torch
 from accelerate.utils import DataLoaderConfiguration

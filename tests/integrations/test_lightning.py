@@ -144,6 +144,14 @@ def test_an_everyday_script_equals_plain_lightning(lightning: Make, places: Iter
     jobs.assert_as_plain("join", outcome, workers=SIZE)
 
 
+def test_a_mean_over_tokens_survives_a_death(lightning: Make) -> None:
+    """Each rank of the smaller world has batches of the largest one."""
+    jobs = lightning(tokens=True, epochs=1, trainer={"accumulate_grad_batches": 2})
+    outcome = jobs.run("killed", death=death("training step", 3, 0))
+    assert outcome.died_at
+    jobs.assert_as_plain("killed", outcome, workers=SIZE - 1)
+
+
 SCRIPTS: dict[str, Options] = {
     "early stopping, plateau, data workers, saves by step": {
         "workers": 1,
@@ -346,6 +354,12 @@ elif what == "stream":
 elif what == "twice":
     trainer().fit(Model(), samples())
     trainer().fit(Model(), samples())
+elif what == "whole batches":
+    model = Model()
+    model.automatic_optimization = False
+    other = trainer()
+    other.strategy._whole_batches = True
+    other.fit(model, samples())
 elif what == "phases":
     model = Model()
     trainer().fit(model, samples())
@@ -360,6 +374,7 @@ elif what == "other version":
     strategy.strategy_name
 """
 REFUSALS = {  # and the number of workers
+    "whole batches": (1, "whole_batches=True calls training_step for several batches"),
     "option": (1, "ElasticStrategy(ddp_comm_hook=…) is not supported"),
     "finetuning": (1, "BackboneFinetuning adds parameters to the optimizer during training"),
     "tuner": (1, "LearningRateFinder trains before the job does"),

@@ -1,4 +1,7 @@
-"""A loop with Accelerate: accelerate_loop.py plain|elastic ACCUMULATION WORKERS SPLIT"""
+"""A loop with Accelerate: plain|elastic ACCUMULATION WORKERS SPLIT [tokens [first]]
+
+tokens: the loss is a mean over them. first: gradients are set to zero before the forward pass.
+"""
 
 import os
 import sys
@@ -15,6 +18,7 @@ import elastic
 from elastic.integrations.accelerate import ElasticAccelerator
 
 kind, accumulation, workers, split = sys.argv[1], *map(int, sys.argv[2:5])
+has_tokens = "tokens" in sys.argv
 rank = fork_ranks(3) if kind == "plain" else 0
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
@@ -32,6 +36,7 @@ if kind == "plain":
     PartialState(cpu=options["cpu"])
 else:
     run = elastic.join(checkpoints=os.environ.get("FOLDER"))
+    options["whole_batches"] = has_tokens
 
 
 class Tracker(GeneralTracker):
@@ -102,13 +107,31 @@ def evaluate() -> float:
     return float(total) / samples
 
 
+def loss_of(x, y):
+    errors = (model(x) - y) ** 2
+    if not has_tokens:
+        return errors.mean()
+    tokens = (4 * x.abs().sum(1, keepdim=True)).ceil()  # of each sample
+    return (tokens * errors).sum() / tokens.sum()
+
+
+def train_as_accumulation_does_not(x, y):
+    optimizer.zero_grad()
+    accelerator.backward(loss_of(x, y))
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    scheduler.step()
+
+
 def train() -> None:
     for epoch in range(3) if kind == "plain" else run.epochs(3):
         model.train()
         for x, y in train_loader:
+            if "first" in sys.argv:
+                train_as_accumulation_does_not(x, y)
+                continue
             with accelerator.accumulate(model):
-                loss = nn.functional.mse_loss(model(x), y)
-                accelerator.backward(loss)
+                accelerator.backward(loss_of(x, y))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()

@@ -1,4 +1,4 @@
-"""A loop with Fabric: fabric_loop.py plain|elastic ACCUMULATION WORKERS"""
+"""A loop with Fabric: fabric_loop.py plain|elastic ACCUMULATION WORKERS [tokens]"""
 
 import inspect
 import os
@@ -16,6 +16,7 @@ import elastic
 from elastic.integrations.fabric import ElasticFabric
 
 kind, accumulation, workers = sys.argv[1], *map(int, sys.argv[2:4])
+has_tokens = "tokens" in sys.argv  # the loss is a mean over them
 rank = fork_ranks(3) if kind == "plain" else 0
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
@@ -34,7 +35,7 @@ if kind == "plain":
     )
 else:
     run = elastic.join(checkpoints=os.environ.get("FOLDER"))
-    fabric = ElasticFabric(run=run, accelerator=accelerator)
+    fabric = ElasticFabric(run=run, accelerator=accelerator, whole_batches=has_tokens)
 fabric.launch()
 model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -60,15 +61,24 @@ def evaluate() -> float:
     return float(fabric.all_reduce(total, reduce_op="sum")) / 48
 
 
+def loss_of(x, y):
+    errors = (model(x) - y) ** 2
+    if not has_tokens:
+        return errors.mean()
+    tokens = (4 * x.abs().sum(1, keepdim=True)).ceil()  # of each sample
+    return (tokens * errors).sum() / tokens.sum()
+
+
 def train() -> None:
     for _ in range(3) if kind == "plain" else run.epochs(3):
         model.train()
-        for index, (x, y) in enumerate(
+        for index, batch in enumerate(
             train_loader, start=0 if kind == "plain" else train_loader.index
         ):
             is_accumulating = (index + 1) % accumulation != 0
-            with fabric.no_backward_sync(model, enabled=is_accumulating):
-                fabric.backward(nn.functional.mse_loss(model(x), y) / accumulation)
+            for x, y in batch if has_tokens and kind != "plain" else [batch]:
+                with fabric.no_backward_sync(model, enabled=is_accumulating):
+                    fabric.backward(loss_of(x, y) / accumulation)
             if not is_accumulating:
                 fabric.clip_gradients(model, optimizer, max_norm=1.0)
                 optimizer.step()

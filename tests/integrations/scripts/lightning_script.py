@@ -38,6 +38,7 @@ OPTIONS = {
     "checkpoints": 0,  # steps between two of the job's own
     "averaging": False,
     "gan": False,
+    "tokens": False,  # the loss is a mean over them
     **GIVEN,
 }
 
@@ -129,9 +130,15 @@ class Classifier(pl.LightningModule):
     def forward(self, x):
         return self.net(x)
 
+    def loss_of(self, x, y):
+        if not OPTIONS["tokens"]:
+            return F.cross_entropy(self(x), y)
+        tokens = (4 * x.abs().sum(1)).ceil()  # of each sample
+        return (tokens * F.cross_entropy(self(x), y, reduction="none")).sum() / tokens.sum()
+
     def training_step(self, batch, batch_idx):
         batches = [batch] if OPTIONS["loaders"] == 1 else batch
-        loss = sum(F.cross_entropy(self(x), y) for x, y in batches)
+        loss = sum(self.loss_of(x, y) for x, y in batches)
         maybe_die("train", self)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         if OPTIONS["gan"]:
@@ -208,6 +215,8 @@ def strategy():
         return elastic.integrations.lightning.ElasticStrategy(
             checkpoints=f"{OPTIONS['folder']}/job", when=OPTIONS["checkpoints"]
         )
+    if OPTIONS["tokens"] and OPTIONS["strategy"] != "ddp":
+        return elastic.integrations.lightning.ElasticStrategy(whole_batches=True)
     if not OPTIONS["gan"]:
         return OPTIONS["strategy"]
     if OPTIONS["strategy"] == "ddp":
