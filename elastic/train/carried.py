@@ -32,6 +32,7 @@ from elastic.train.checks import (
     tree_of_file,
 )
 from elastic.train.inlining import KEEPERS, Inlined, inlined, plain_name, source_of, text_of
+from elastic.train.syntax import walk
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -111,12 +112,12 @@ def _training_functions(frame: FrameType) -> set[str]:
 
 @functools.lru_cache(maxsize=16)
 def _training_functions_of(file: str) -> frozenset[str]:
-    functions = [n for n in ast.walk(tree_of_file(file)) if isinstance(n, ast.FunctionDef)]
+    functions = [n for n in walk(tree_of_file(file)) if isinstance(n, ast.FunctionDef)]
     return frozenset(f.name for f in functions if _is_training(f))
 
 
 def _is_training(function: ast.FunctionDef) -> bool:
-    return any(isinstance(n, ast.Attribute) and n.attr in _TRAINS for n in ast.walk(function))
+    return any(isinstance(n, ast.Attribute) and n.attr in _TRAINS for n in walk(function))
 
 
 def _refusal(
@@ -214,18 +215,18 @@ def _accumulates(loop: Loop, name: str) -> bool:
 
 def _is_read(function: ast.AST, name: str, changes: Iterable[ast.stmt]) -> bool:
     """Whether other statements than those that change the variable read it."""
-    own = {id(n) for statement in changes for n in ast.walk(statement)}
+    own = {id(n) for statement in changes for n in walk(statement)}
     return any(
         isinstance(n, ast.Name)
         and n.id == name
         and isinstance(n.ctx, ast.Load)
         and id(n) not in own
-        for n in ast.walk(function)
+        for n in walk(function)
     )
 
 
 def _resets(outer: Loop, inner: Loop, name: str) -> bool:
-    inside = set(map(id, ast.walk(inner)))
+    inside = set(map(id, walk(inner)))
     return any(name in _stored(s) for s in _statements(outer) if id(s) not in inside)
 
 
@@ -250,12 +251,12 @@ def _needs_last_iteration(tree: ast.AST, line: int) -> bool:
 
 def read_after(function: ast.AST, loop: Loop) -> set[str]:
     """The variables that only the loop assigns, and that are read after it."""
-    inside = set(map(id, ast.walk(loop)))
+    inside = set(map(id, walk(loop)))
     assigned = _targets(loop.target) if isinstance(loop, ast.For) else set()
     assigned = assigned.union(*map(_stored, _statements(loop)))
     elsewhere = {
         n.id
-        for n in ast.walk(function)
+        for n in walk(function)
         if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in inside
     }
     reads = _Reads()
@@ -270,16 +271,16 @@ def read_after(function: ast.AST, loop: Loop) -> set[str]:
 def _kept(function: ast.AST) -> set[str]:
     """The names of tracked and wrapped objects, of what is stored in run.state or computed from it,
     and of parameters, whose first values the caller knows."""
-    kept = {a.arg for n in ast.walk(function) if isinstance(n, ast.arguments) for a in _args(n)}
+    kept = {a.arg for n in walk(function) if isinstance(n, ast.arguments) for a in _args(n)}
     assigned = [*assignments(function)]
-    for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
+    for call in (n for n in walk(function) if isinstance(n, ast.Call)):
         if _name_of(call.func) in KEEPERS:
             kept |= {n for value in (*call.args, *call.keywords) for n in _loads(value)}
     has_changed = True
     while has_changed:
         before = len(kept)
         for target, value in assigned:
-            names = {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+            names = {n.id for n in walk(target) if isinstance(n, ast.Name)}
             if isinstance(target, ast.Name):
                 if _is_of_the_job(value, kept):
                     kept.add(target.id)
@@ -298,7 +299,7 @@ def _args(arguments: ast.arguments) -> list[ast.arg]:
 
 
 def _is_of_the_job(value: ast.AST, kept: Collection[str]) -> bool:
-    for node in ast.walk(value):
+    for node in walk(value):
         if isinstance(node, ast.Attribute) and node.attr in _RESUMED:
             return True
         if isinstance(node, ast.Name) and plain_name(node.id) == "state":  # state = run.state
@@ -317,7 +318,7 @@ def _is_of_the_job(value: ast.AST, kept: Collection[str]) -> bool:
 
 def assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Targets and values, those of tuples in pairs."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if (
@@ -339,7 +340,7 @@ def assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 def _changes(function: ast.AST, loop: Loop) -> Iterator[tuple[str, ast.stmt]]:
     """The variables that a loop assigns, or changes in place if they hold a container or tensor
     from before the loop, each with a statement that does."""
-    inside = set(map(id, ast.walk(loop)))
+    inside = set(map(id, walk(loop)))
     filled_first = _filled_first(loop)
     held = {
         target.id
@@ -382,7 +383,7 @@ def _stored(statement: ast.stmt) -> list[str]:
         targets = [statement.target]
     else:
         return [n.target.id for n in _expressions(statement) if isinstance(n, ast.NamedExpr)]
-    names = [n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+    names = [n for target in targets for n in walk(target) if isinstance(n, ast.Name)]
     return [n.id for n in names if isinstance(n.ctx, ast.Store)]
 
 
@@ -423,7 +424,7 @@ def _is_container(value: ast.expr) -> bool:
 def _memos(loop: Loop) -> set[str]:
     """Containers that the loop fills where it lacks an entry: a cache of what is the same each
     time."""
-    tests = (n for n in ast.walk(loop) if isinstance(n, ast.Compare))
+    tests = (n for n in walk(loop) if isinstance(n, ast.Compare))
     return {
         _root(right)
         for test in tests
@@ -435,7 +436,7 @@ def _memos(loop: Loop) -> set[str]:
 def _filled_first(loop: Loop) -> set[str]:
     """Containers of which an iteration reads only elements that it has assigned: weights that SAM
     gives back (``old[p] = p.data.clone()``)."""
-    inner = [n for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.For)]
+    inner = [n for statement in loop.body for n in walk(statement) if isinstance(n, ast.For)]
     slots = _Slots({name for each in inner for name in _targets(each.target)})
     slots.block(loop.body, set())
     return slots.stored - slots.others
@@ -512,7 +513,7 @@ def _made_once(loop: Loop) -> set[str]:
 def _lacking(test: ast.expr) -> frozenset[str]:
     """The variables of which a condition asks whether they have a value, or which size."""
     names = set[str]()
-    for node in ast.walk(test):
+    for node in walk(test):
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is):
             names |= set(_loads(node.left)) if _is_none(node.comparators[0]) else set()
         elif isinstance(node, ast.Attribute) and node.attr in ("size", "shape"):
@@ -554,10 +555,10 @@ class _Reads:
         if node is None:
             return known
         ends: dict[str, tuple[int, int]] = {}  # where variables are assigned in the expression
-        for inner in ast.walk(node):
+        for inner in walk(node):
             if isinstance(inner, ast.NamedExpr):
                 ends[inner.target.id] = (inner.end_lineno or 0, inner.end_col_offset or 0)
-        reads = (n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in ends)
+        reads = (n for n in walk(node) if isinstance(n, ast.Name) and n.id in ends)
         earlier = {
             n.id
             for n in reads
@@ -622,7 +623,7 @@ class _Reads:
             known = self.expression(node.subject, known)
             after: list[set[str] | None] = [known]
             for case in node.cases:
-                names = {n.name for n in ast.walk(case.pattern) if isinstance(n, ast.MatchAs)}
+                names = {n.name for n in walk(case.pattern) if isinstance(n, ast.MatchAs)}
                 after.append(self.block(case.body, known | {n for n in names if n}))
         else:
             done = self.block(node.body, known)
@@ -684,7 +685,7 @@ class _Flow:
 
     def __init__(self, trains: Collection[str], called: Collection[str], loop: Loop) -> None:
         # Of enumerate, that begin again where the loop resumes.
-        self._counts = frozenset(getattr(n, "id", "") for n in ast.walk(loop) if _is_count(n))
+        self._counts = frozenset(getattr(n, "id", "") for n in walk(loop) if _is_count(n))
         self._trains = trains
         self._called = called
         self._inner_loops = -1
@@ -831,7 +832,7 @@ class _Flow:
         return _with(now, {_root(target)}, before | origins) if is_part else now
 
     def _named(self, node: ast.AST, now: _Origins) -> _Origins:
-        for inner in (n for n in ast.walk(node) if isinstance(n, ast.NamedExpr)):
+        for inner in (n for n in walk(node) if isinstance(n, ast.NamedExpr)):
             now = _with(now, {inner.target.id}, self._of(inner.value, now))
         return now
 
@@ -854,7 +855,7 @@ class _Flow:
 
     def _note(self, expression: ast.AST, now: _Origins) -> None:
         """Note the calls in an expression that train with a carried value."""
-        for call in (n for n in ast.walk(expression) if isinstance(n, ast.Call)):
+        for call in (n for n in walk(expression) if isinstance(n, ast.Call)):
             name = _name_of(call.func)
             if name == "backward":
                 self._train(call, self._of(call, now))
@@ -878,7 +879,7 @@ def _leaves(node: ast.If) -> bool:
 
 def _after(function: ast.AST, loop: Loop) -> list[ast.stmt]:
     """The statements that follow a loop: those of the blocks around it, the innermost first."""
-    for node in ast.walk(function):
+    for node in walk(function):
         for body in (getattr(node, "body", ()), getattr(node, "orelse", ())):
             if isinstance(body, list) and loop in body:
                 rest = body[body.index(loop) + 1 :]
@@ -889,12 +890,12 @@ def _after(function: ast.AST, loop: Loop) -> list[ast.stmt]:
 
 def _is_kept(target: ast.expr) -> bool:
     """Whether it is an entry of run.state, which is restored."""
-    return any(isinstance(n, ast.Attribute) and n.attr == "state" for n in ast.walk(target))
+    return any(isinstance(n, ast.Attribute) and n.attr == "state" for n in walk(target))
 
 
 def _called(loop: Loop) -> set[str]:
     """The variables that are called: modules, losses."""
-    calls = (n for n in ast.walk(loop) if isinstance(n, ast.Call))
+    calls = (n for n in walk(loop) if isinstance(n, ast.Call))
     return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
 
 
@@ -924,7 +925,7 @@ def _is_training_state(target: ast.expr) -> bool:
 
 
 def _is_remainder(test: ast.expr) -> bool:
-    return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in ast.walk(test))
+    return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in walk(test))
 
 
 def _trains_somewhere(node: ast.If) -> bool:
@@ -932,7 +933,7 @@ def _trains_somewhere(node: ast.If) -> bool:
     evaluation may replace weights, and give them back."""
     weights = {
         name
-        for inner in ast.walk(node)
+        for inner in walk(node)
         if isinstance(inner, ast.For) and _names_called(inner.iter) & _OF_WEIGHTS
         for name in _targets(inner.target)
     }
@@ -941,13 +942,13 @@ def _trains_somewhere(node: ast.If) -> bool:
         or _sets(call)
         or _changes_job(call)
         or (_is_in_place(call) and _receiver(call) in weights and not _is_replacement(call))
-        for call in ast.walk(node)
+        for call in walk(node)
         if isinstance(call, ast.Call) and "prof" not in _root(call.func)
     )
 
 
 def _names_called(tree: ast.AST) -> set[str]:
-    return {_name_of(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    return {_name_of(n.func) for n in walk(tree) if isinstance(n, ast.Call)}
 
 
 def _is_replacement(call: ast.Call) -> bool:
@@ -960,7 +961,7 @@ def _trains_at_times(node: ast.If) -> bool:
     names = _names_called(node)
     if "backward" in names:
         return "no_sync" not in names
-    calls = (n for n in ast.walk(node) if isinstance(n, ast.Call))
+    calls = (n for n in walk(node) if isinstance(n, ast.Call))
     return "step" not in names and any(map(_changes_job, calls))
 
 
@@ -977,25 +978,25 @@ def _join(one: _Origins, other: _Origins) -> _Origins:
 
 
 def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
-    return (n for n in ast.walk(statement) if isinstance(n, ast.expr))
+    return (n for n in walk(statement) if isinstance(n, ast.expr))
 
 
 def _loads(tree: ast.AST) -> Iterator[str]:
     """The variables that an expression reads, also in functions that it defines, without the
     variables of those and of comprehensions."""
     own: set[str] = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, _COMPREHENSIONS):
             own |= {n for g in node.generators for n in _targets(g.target)}
         elif isinstance(node, _Function):
             own |= {a.arg for a in _args(node.args)} | _locals(node)
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in own:
             yield node.id
 
 
 def _locals(function: _Function) -> set[str]:
-    nodes = list(ast.walk(function))
+    nodes = walk(function)
     outer = {name for n in nodes if isinstance(n, (ast.Nonlocal, ast.Global)) for name in n.names}
     stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return {name for name in stored - outer if "." not in name}  # attributes are of others

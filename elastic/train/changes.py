@@ -57,6 +57,7 @@ from elastic.train.checks import (
 from elastic.train.hooks import Hook
 from elastic.train.inlining import is_stateless, plain_name
 from elastic.train.state import JobState
+from elastic.train.syntax import walk
 from elastic.train.untracked import saved_optimizers
 
 # ----------------------------------------------------------------------------
@@ -767,8 +768,8 @@ def _place(fact: _Fact, frame: FrameType | None) -> str | None:
     files = dict(_sources(fact.owner, frame))
     place, is_read = "", not files
     for file, tree in files.items():
-        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        for node in ast.walk(tree):
+        parents = {child: node for node in walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in walk(tree):
             kind = ast.Attribute if is_attribute else ast.Name
             if not isinstance(node, kind) or getattr(node, "attr", getattr(node, "id", "")) != name:
                 continue

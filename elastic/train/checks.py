@@ -12,7 +12,6 @@ import inspect
 import linecache
 import os
 import sys
-import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import sep
@@ -43,6 +42,7 @@ from elastic.train.ddp import ElasticDDP, Wrapped
 from elastic.train.hooks import Hook
 from elastic.train.rollback import contents
 from elastic.train.state import JobState
+from elastic.train.syntax import walk
 from elastic.train.untracked import saved_optimizers
 
 # ----------------------------------------------------------------------------
@@ -178,23 +178,35 @@ def tree_of(frame: FrameType) -> ast.AST:
 
 @functools.lru_cache(maxsize=16)  # several checks read the functions of one call
 def parsed(code: CodeType, file: str) -> ast.AST:
-    # Not inspect.getsourcelines, which first resolves the path of every imported module: 0.1 s.
-    lines = linecache.getlines(file)
-    first = 1 if code.co_name == "<module>" else code.co_firstlineno
-    try:
-        source = "".join(lines if first == 1 else inspect.getblock(lines[first - 1 :]))
-        is_indented = source[:1].isspace()
-        tree = ast.parse(f"if True:\n{source}" if is_indented else source)
-    except (SyntaxError, ValueError, tokenize.TokenError):
-        return ast.Module(body=[], type_ignores=[])  # no source
-    ast.increment_lineno(tree, first - 1 - is_indented)
-    return tree
+    """The source of a function, or the statement around a lambda or a comprehension."""
+    tree = tree_of_file(file)
+    if code.co_name == "<module>":
+        return tree
+    statements = [n for n in walk(tree) if isinstance(n, ast.stmt)]
+    around = [n for n in statements if _first_line(n) <= code.co_firstlineno <= _last_line(n)]
+    if not code.co_name.startswith("<"):
+        around = [n for n in around if getattr(n, "name", "") == code.co_name]
+    return ast.Module(body=around[-1:], type_ignores=[])  # the innermost is the last
+
+
+def _first_line(statement: ast.stmt) -> int:
+    decorators = getattr(statement, "decorator_list", ())
+    return min((d.lineno for d in decorators), default=statement.lineno)
+
+
+def _last_line(statement: ast.stmt) -> int:
+    return statement.end_lineno or statement.lineno
 
 
 def tree_of_file(file: str) -> ast.AST:
     """The source of a file; empty if it is unknown."""
+    return _tree_of_source("".join(linecache.getlines(file)))
+
+
+@functools.lru_cache(maxsize=16)
+def _tree_of_source(source: str) -> ast.AST:
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        return ast.parse(source)
     except (SyntaxError, ValueError):
         return ast.Module(body=[], type_ignores=[])
 
@@ -225,7 +237,7 @@ def state_of_place(user: Mapping[str, object]) -> dict[str, object]:
 def _place_of_once(frame: FrameType) -> Iterator[tuple[ast.expr, list[ast.expr]]]:
     """The place that the current call of run.once names, and the conditions around the call."""
     tree, line = tree_of(frame), frame.f_lineno
-    around = [n for n in ast.walk(tree) if isinstance(n, (ast.If, ast.Call)) and _is_at(n, line)]
+    around = [n for n in walk(tree) if isinstance(n, (ast.If, ast.Call)) and _is_at(n, line)]
     conditions = [node.test for node in around if isinstance(node, ast.If)]
     for call in around:
         if isinstance(call, ast.Call) and _name_of(call.func) == "once":
@@ -235,9 +247,9 @@ def _place_of_once(frame: FrameType) -> Iterator[tuple[ast.expr, list[ast.expr]]
 def _assigned_to(expression: ast.expr, tree: ast.AST) -> list[tuple[str, ast.expr]]:
     """The variables in an expression, and what the function assigns to each, also with others:
     ``first, batches = …``."""
-    names = {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)}
+    names = {n.id for n in walk(expression) if isinstance(n, ast.Name)}
     given: list[tuple[str, ast.expr]] = []
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 pairs = [(target, node.value)]
@@ -269,7 +281,7 @@ def _is_at(node: ast.If | ast.Call, line: int) -> bool:
 
 
 def _strings(expression: ast.expr) -> set[str]:
-    constants = (n.value for n in ast.walk(expression) if isinstance(n, ast.Constant))
+    constants = (n.value for n in walk(expression) if isinstance(n, ast.Constant))
     return {value for value in constants if isinstance(value, str)}
 
 
@@ -624,7 +636,7 @@ def _refuse(copied: _Copy, *, is_certain: bool) -> None:
 
 def _function_of(frame: FrameType) -> ast.FunctionDef | None:
     """The source of a frame's function; None for a module's, and if it is unknown."""
-    for node in ast.walk(tree_of(frame)):
+    for node in walk(tree_of(frame)):
         if isinstance(node, ast.FunctionDef) and node.name == frame.f_code.co_name:
             return node
     return None
@@ -676,19 +688,19 @@ def _copies(
         if not isinstance(target, (ast.Name, ast.Attribute)):
             continue
         name = ast.unparse(target)
-        calls = [n for n in ast.walk(statement.value) if isinstance(n, ast.Call)]
+        calls = [n for n in walk(statement.value) if isinstance(n, ast.Call)]
         is_copy = any(_name_of(c.func) in _COPIES for c in calls)
         if not is_copy or not any(_is_trained(n, variables, trained) for n in _copied(calls)):
             continue
         if any(_name_of(c.func) in _KEEPERS for c in calls) or _is_kept(function, name):
             continue
-        if any(_is_use(n, name, after=loop) for n in ast.walk(function)):
+        if any(_is_use(n, name, after=loop) for n in walk(function)):
             yield _Copy(name, ast.unparse(statement.value))
 
 
 def loops_around(function: ast.AST, line: int) -> list[Loop]:
     """The outermost first."""
-    loops = [n for n in ast.walk(function) if isinstance(n, Loop)]
+    loops = [n for n in walk(function) if isinstance(n, Loop)]
     around = [n for n in loops if n.lineno <= line <= (n.end_lineno or line)]
     return sorted(around, key=lambda loop: loop.lineno)
 
@@ -740,7 +752,7 @@ def _value_copied_weights(expression: ast.expr, variables: Mapping[str, object])
 
 def _is_kept(function: ast.AST, name: str) -> bool:
     """Whether the function passes the copy to run.track or run.wrap."""
-    for call in ast.walk(function):
+    for call in walk(function):
         if isinstance(call, ast.Call) and _name_of(call.func) in _KEEPERS:
             given = [*call.args, *(keyword.value for keyword in call.keywords)]
             if name in map(ast.unparse, given):
@@ -893,7 +905,7 @@ def refuse_counts_before_restore() -> None:
 
 def _reads_state(expression: ast.expr, frame: FrameType) -> bool:
     """Whether an expression contains ``run.state``, or a loader's ``position``."""
-    for node in ast.walk(expression):
+    for node in walk(expression):
         if not isinstance(node, ast.Attribute) or node.attr not in ("state", _POSITION):
             continue
         if isinstance(node.value, ast.Attribute) and node.value.attr.endswith("run"):
@@ -935,7 +947,7 @@ def refuse_break(*, is_enumerated: bool = True, is_in_retry: bool = True) -> Non
         if frame is None:
             return
         tree = tree_of(frame)
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if not (isinstance(node, ast.For) and _is_head(frame.f_lineno, node)):
                 continue
             counts = {*_counts_of_head(node, is_enumerated=is_enumerated)}
@@ -957,13 +969,13 @@ def counts_from_constant(frame: FrameType) -> bool:
         return False
     heads = [
         node.iter
-        for node in ast.walk(tree_of(script))
+        for node in walk(tree_of(script))
         if isinstance(node, ast.For) and _is_head(script.f_lineno, node)
     ]
     calls = [
         call
         for head in heads
-        for call in ast.walk(head)
+        for call in walk(head)
         if isinstance(call, ast.Call) and _name_of(call.func) == "enumerate"
     ]
     starts = [v for call in calls for v in (*call.args[1:], *(k.value for k in call.keywords))]
@@ -1011,16 +1023,16 @@ def is_where_batches_are_requested() -> bool:
 def _follows_a_loop(tree: ast.AST, line: int) -> bool:
     outer = _loop_around(tree, line)
     begins, ends = 0 if outer is None else outer.lineno, 0
-    for node in ast.walk(tree):
+    for node in walk(tree):
         is_before = isinstance(node, (ast.For, ast.While)) and begins < node.lineno
         if is_before and (node.end_lineno or line) < line and _calls_named(node, "next"):  # type: ignore[attr-defined]
             ends = max(ends, node.end_lineno or 0)  # type: ignore[attr-defined]
-    updates = (n.lineno for n in ast.walk(tree) if _is_call_of(n, "step"))  # type: ignore[attr-defined]
+    updates = (n.lineno for n in walk(tree) if _is_call_of(n, "step"))  # type: ignore[attr-defined]
     return bool(ends) and not any(ends < update < line for update in updates)
 
 
 def _calls_named(tree: ast.AST, name: str) -> bool:
-    return any(_is_call_of(node, name) for node in ast.walk(tree))
+    return any(_is_call_of(node, name) for node in walk(tree))
 
 
 def _is_call_of(node: ast.AST, name: str) -> bool:
@@ -1035,7 +1047,7 @@ def _loop_around(tree: ast.AST, line: int) -> Loop | None:
 
 def loops_with(tree: ast.AST, line: int) -> list[Loop]:
     """The loops whose bodies contain a line."""
-    loops = [n for n in ast.walk(tree) if isinstance(n, Loop)]
+    loops = [n for n in walk(tree) if isinstance(n, Loop)]
     return [loop for loop in loops if _is_in_body(line, loop)]
 
 
@@ -1083,7 +1095,7 @@ def _counted_from_index(loop: ast.For, tree: ast.AST) -> ast.expr | None:
     stop = call.args[1]
     if isinstance(stop, ast.Name) and len(values := _assigned(stop.id, tree)) == 1:
         stop = values[0]
-    sums = (n for n in ast.walk(stop) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add))
+    sums = (n for n in walk(stop) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add))
     is_counted = any(_is_index(part, tree) for n in sums for part in (n.left, n.right))
     return stop if is_counted else None
 
@@ -1128,7 +1140,7 @@ def _counts_of_head(loop: ast.For, *, is_enumerated: bool) -> Iterator[str]:
 def _counts_in_body(loop: ast.For, tree: ast.AST) -> Iterator[str]:
     """Variables that each iteration increments, and that only constants are assigned to."""
     counters = [_stored(n.target) for n in loop.body if isinstance(n, ast.AugAssign)]
-    stored = [_stored(n) for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.arg))]
+    stored = [_stored(n) for n in walk(tree) if isinstance(n, (ast.Name, ast.arg))]
     for name in filter(None, counters):
         values = _assigned(name, tree)
         is_alone = stored.count(name) == len(values) + counters.count(name)
@@ -1163,11 +1175,11 @@ def _refusal_of_break(left: ast.If) -> TrainingError:
 
 
 def _whiles(tree: ast.AST) -> Iterator[ast.While]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.While))
+    return (node for node in walk(tree) if isinstance(node, ast.While))
 
 
 def attempts_around(tree: ast.AST, line: int) -> Iterator[ast.For]:
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.For) and _is_in_body(line, node):
             called = node.iter.func if isinstance(node.iter, ast.Call) else None
             if isinstance(called, ast.Attribute) and called.attr == "attempts":
@@ -1180,10 +1192,10 @@ def _ranges_around(
     """Loops over ``range(n)`` around the line, and of those ``counted`` alike, without a way out.
     ``needs_loop``: the line must be the head of another loop inside, or the range may count
     steps."""
-    for node in (*ast.walk(tree), *counted):
+    for node in (*walk(tree), *counted):
         if not isinstance(node, ast.For) or not _is_in_body(line, node):
             continue
-        if needs_loop and not any(_is_head(line, n) for n in ast.walk(node) if n is not node):
+        if needs_loop and not any(_is_head(line, n) for n in walk(node) if n is not node):
             continue
         if _range_of(node.iter) is not None and not _has_way_out(node.body):
             yield node
@@ -1224,7 +1236,7 @@ def _as_range(loop: ast.While, tree: ast.AST) -> ast.For | None:
     if not isinstance(test, ast.Compare) or not isinstance(test.left, ast.Name):
         return None
     name, is_less = test.left.id, isinstance(test.ops[0], ast.Lt) and len(test.ops) == 1
-    stores = [_stored(n) for n in ast.walk(tree)].count(name)
+    stores = [_stored(n) for n in walk(tree)].count(name)
     values = _assigned(name, tree)
     is_counted = isinstance(last, ast.AugAssign) and _stored(last.target) == name
     if not (is_less and is_counted and stores == 2 and len(values) == 1):
@@ -1259,9 +1271,7 @@ def _begins_alike(loop: ast.For, tree: ast.AST, *, has_own_state: bool) -> bool:
 
 def _constant(name: str, tree: ast.AST) -> int | None:
     """The integer that the only assignment to a variable of this function gives it."""
-    stores = [
-        n for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.arg)) and _stored(n) == name
-    ]
+    stores = [n for n in walk(tree) if isinstance(n, (ast.Name, ast.arg)) and _stored(n) == name]
     values = _assigned(name, tree)
     if len(stores) != 1 or len(values) != 1 or not isinstance(values[0], ast.Constant):
         return None
@@ -1270,7 +1280,7 @@ def _constant(name: str, tree: ast.AST) -> int | None:
 
 def _assigned(name: str, tree: ast.AST) -> list[ast.expr]:
     """What is assigned to a variable, without updates and other targets."""
-    assigned = (n for n in ast.walk(tree) if isinstance(n, ast.Assign))
+    assigned = (n for n in walk(tree) if isinstance(n, ast.Assign))
     return [a.value for a in assigned if any(_stored(target) == name for target in a.targets)]
 
 
@@ -1398,12 +1408,12 @@ def warn_of_local_state(frame: FrameType | None = None) -> None:
 
 def _counters(function: ast.FunctionDef, line: int) -> Iterator[tuple[str, int]]:
     """The names of such counters, and their first values."""
-    parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+    parents = {child: node for node in walk(function) for child in ast.iter_child_nodes(node)}
     around = loops_around(function, line)
     if not around:
         return
     seen: set[str] = set()
-    for node in ast.walk(around[0]):
+    for node in walk(around[0]):
         if not isinstance(node, ast.AugAssign) or not isinstance(node.target, ast.Name):
             continue
         name, loop = node.target.id, _loop_of(node, parents)
@@ -1413,9 +1423,9 @@ def _counters(function: ast.FunctionDef, line: int) -> Iterator[tuple[str, int]]
         first = _first_value(function, name, loop)
         if first is None:
             continue
-        is_reset = any(_assigns(n, name) for n in ast.walk(loop))
+        is_reset = any(_assigns(n, name) for n in walk(loop))
         is_counted_always = parents[node] is loop and not is_reset
-        uses = [n for n in ast.walk(around[0]) if isinstance(n, ast.Name) and n.id == name]
+        uses = [n for n in walk(around[0]) if isinstance(n, ast.Name) and n.id == name]
         loads = [n for n in uses if isinstance(n.ctx, ast.Load)]
         if any(decides_on_the_end(n, parents) for n in loads) or (
             is_counted_always and any(matters(n, parents) for n in loads)
@@ -1437,7 +1447,7 @@ def _loop_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST | None:
 def _first_value(function: ast.FunctionDef, name: str, loop: ast.AST) -> int | None:
     """The constant that a local variable is set to before the loop, and nothing else."""
     values = []
-    for node in ast.walk(function):
+    for node in walk(function):
         if isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
             return None
         if _assigns(node, name) and node.lineno < loop.lineno:  # type: ignore[attr-defined]
@@ -1447,9 +1457,7 @@ def _first_value(function: ast.FunctionDef, name: str, loop: ast.AST) -> int | N
 
 def _assigns(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Assign) and any(
-        isinstance(n, ast.Name) and n.id == name
-        for target in node.targets
-        for n in ast.walk(target)
+        isinstance(n, ast.Name) and n.id == name for target in node.targets for n in walk(target)
     )
 
 

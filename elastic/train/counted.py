@@ -21,6 +21,7 @@ from types import FrameType
 from elastic.errors import TrainingError
 from elastic.train.carried import assignments
 from elastic.train.checks import LIBRARIES, frames_of_script
+from elastic.train.syntax import walk
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -94,7 +95,7 @@ def _function_at(file: str, line: int) -> ast.AST:
         module = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ast.Module(body=[], type_ignores=[])  # no source
-    functions = [n for n in ast.walk(module) if isinstance(n, _Function) and _has_line(n, line)]
+    functions = [n for n in walk(module) if isinstance(n, _Function) and _has_line(n, line)]
     return max(functions, key=lambda n: n.lineno, default=module)
 
 
@@ -104,7 +105,7 @@ def _has_line(node: ast.AST, line: int) -> bool:
 
 def _requests(tree: ast.AST, line: int) -> Iterator[ast.Call]:
     """The calls of ``next`` on a line."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if is_call and node.func.id == "next" and node.args and _has_line(node, line):  # type: ignore[attr-defined]
             yield node  # type: ignore[misc]
@@ -112,7 +113,7 @@ def _requests(tree: ast.AST, line: int) -> Iterator[ast.Call]:
 
 def _loops_around(tree: ast.AST, line: int) -> Iterator[_Loop]:
     """The loops that request batches on a line, the outermost first."""
-    loops = [n for n in ast.walk(tree) if isinstance(n, _Loop) and _has_line(n, line)]
+    loops = [n for n in walk(tree) if isinstance(n, _Loop) and _has_line(n, line)]
     for loop in sorted(loops, key=lambda n: (n.lineno, n.col_offset)):
         is_head = isinstance(loop, (ast.For, ast.AsyncFor)) and line < loop.body[0].lineno
         is_other = isinstance(loop, _Comprehension) and not [*_requests(loop, line)]
@@ -126,7 +127,7 @@ def _given(name: str, tree: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
 
 
 def _contains(loop: ast.AST, node: ast.AST) -> bool:
-    return any(inner is node for inner in ast.walk(loop))
+    return any(inner is node for inner in walk(loop))
 
 
 def _as_argument(name: str, frame: FrameType) -> str:
@@ -135,7 +136,7 @@ def _as_argument(name: str, frame: FrameType) -> str:
     parameters = code.co_varnames[: code.co_argcount]
     if name not in parameters or caller is None:
         return ""
-    for call in ast.walk(_tree_around(caller)):
+    for call in walk(_tree_around(caller)):
         if not isinstance(call, ast.Call) or not _has_line(call, caller.f_lineno):
             continue
         called = getattr(call.func, "attr", getattr(call.func, "id", ""))
@@ -169,7 +170,7 @@ def _counts_again(loop: _Loop, tree: ast.AST, name: str, *, has_own_state: bool)
 
 def _counters(loop: ast.While, tree: ast.AST) -> Iterator[str]:
     """The variables that a loop increments, and that are constants before."""
-    for node in ast.walk(loop):
+    for node in walk(loop):
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
             values = [value for _, value in _given(node.target.id, tree)]
             if values and all(isinstance(value, ast.Constant) for value in values):
@@ -182,7 +183,7 @@ def _is_resumed(source: ast.expr, tree: ast.AST, name: str) -> bool:
     given = [*assignments(tree)]
     left, seen = [source], set[str]()
     while left:
-        for node in ast.walk(left.pop()):
+        for node in walk(left.pop()):
             if isinstance(node, ast.Attribute) and node.attr in _RESUMED:
                 return True
             if not isinstance(node, ast.Name) or node.id in seen:
@@ -195,7 +196,7 @@ def _is_resumed(source: ast.expr, tree: ast.AST, name: str) -> bool:
 
 
 def _names(expression: ast.expr) -> Iterator[str]:
-    return (n.id for n in ast.walk(expression) if isinstance(n, ast.Name))
+    return (n.id for n in walk(expression) if isinstance(n, ast.Name))
 
 
 def _is_constant(expression: ast.expr, tree: ast.AST) -> bool:
@@ -216,9 +217,9 @@ def _is_left_by(loop: ast.For | ast.While, counts: set[str]) -> bool:
     """Whether a comparison with a count ends the loop."""
     tests = [loop.test] if isinstance(loop, ast.While) else []
     ways_out = (ast.Break, ast.Return)
-    conditions = (n for n in ast.walk(loop) if isinstance(n, ast.If))
+    conditions = (n for n in walk(loop) if isinstance(n, ast.If))
     tests += [n.test for n in conditions if isinstance(n.body[-1], ways_out)]
-    compared = (n for test in tests for n in ast.walk(test) if isinstance(n, ast.Compare))
+    compared = (n for test in tests for n in walk(test) if isinstance(n, ast.Compare))
     return any(
         isinstance(part, ast.Name) and part.id in counts
         for comparison in compared
@@ -228,7 +229,7 @@ def _is_left_by(loop: ast.For | ast.While, counts: set[str]) -> bool:
 
 def _ends_with_pass(loop: _Loop) -> bool:
     """Whether the loop ends, or its iterator is replaced, where no batch is left."""
-    for node in ast.walk(loop):
+    for node in walk(loop):
         caught = node.type if isinstance(node, ast.ExceptHandler) else None
         if caught is not None and "StopIteration" in ast.unparse(caught):
             return True

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import functools
 import gc
 import inspect
@@ -52,6 +51,7 @@ from elastic.train.checks import (
     tree_of_file,
 )
 from elastic.train.ddp import ElasticDDP
+from elastic.train.syntax import Transformer, children, copied, walk
 
 _DEPTH = 6  # calls inside each other
 _STATEMENTS = 4_000  # of all functions
@@ -110,8 +110,8 @@ def text_of(node: ast.AST) -> str:
     """The first line of a statement or expression, with the script's names."""
     if isinstance(text := getattr(node, "text", None), str):
         return text
-    plain = copy.deepcopy(node)
-    for inner in ast.walk(plain):
+    plain = copied(node)
+    for inner in walk(plain):
         if isinstance(inner, ast.Name):
             inner.id = getattr(inner, "spelled", plain_name(inner.id))
     return ast.unparse(plain).partition("\n")[0]
@@ -233,7 +233,7 @@ def _rebound(file: str) -> _Rebound:
             names |= {*node.names}
         elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             stored.add(node.attr)
-        left += ((child, stored) for child in ast.iter_child_nodes(node))
+        left += [(child, stored) for child in children(node)]
     return _Rebound(frozenset(names), frozenset(attributes), frozenset(created))
 
 
@@ -248,8 +248,7 @@ def _last_stores(code: CodeType, file: str) -> Mapping[str, int]:
         node = left.pop()
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             last[node.id] = max(last.get(node.id, 0), node.lineno)
-        children = ast.iter_child_nodes(node)
-        left += (child for child in children if not isinstance(child, functions))
+        left += [child for child in children(node) if not isinstance(child, functions)]
     return last
 
 
@@ -321,13 +320,13 @@ class _Inliner:
 
     def result(self) -> Inlined:
         frame = self._frames[0]
-        tree = copy.deepcopy(tree_of(frame))
+        tree = copied(tree_of(frame))
         call = self._enter(frame, tree, None)
         root: Any = _function_in(tree, frame.f_code) or tree
         root.body = self.block(root.body, call)
         if isinstance(root, ast.FunctionDef):
             _Expressions(self, call).visit(root.args)
-        nodes: list[Any] = [n for n in ast.walk(tree) if hasattr(n, "variable")]
+        nodes: list[Any] = [n for n in walk(tree) if hasattr(n, "variable")]
         stored = {n.variable for n in nodes if not isinstance(n.ctx, ast.Load)}
         held = {key for key, value in self._outside.items() if _is_container(value)}
         for statement, owner in self._created:
@@ -335,7 +334,7 @@ class _Inliner:
             own = [k for k in keys if isinstance(k, tuple) and k[0] == owner]
             statement.targets = [ast.Name(self._names[k], ast.Store()) for k in own]
         _Attributes(self._names, stored | held).visit(tree)
-        assigned = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and _is_stored(n)}
+        assigned = {n.id for n in walk(tree) if isinstance(n, ast.Name) and _is_stored(n)}
         before = sorted({self._names[key] for key in held} - assigned)
         containers = [_assignment(name, ast.List([], ast.Load()), tree) for name in before]
         root.body[:0] = containers
@@ -404,12 +403,12 @@ class _Inliner:
                     block = self._for_each(elements, node, call) if name == "body" else None
                     setattr(part, name, block or self.block(inner, call))
         if isinstance(node, ast.While):
-            node.body += copy.deepcopy(expressions.before)
+            node.body += [copied(each) for each in expressions.before]
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             node.body[:0] = [*index[1:], *expressions.advanced]
         yield node
         if self._is_plain(owner) or is_own_iterator(owner):
-            again = ast.Assign([], ast.Tuple(copy.deepcopy(created.args), ast.Load()))
+            again = ast.Assign([], ast.Tuple([copied(each) for each in created.args], ast.Load()))
             self._created.append((again, id(owner)))
             yield ast.copy_location(again, node)
 
@@ -449,8 +448,8 @@ class _Inliner:
         body = self.block(node.body, call)
 
         def replace(value: ast.expr) -> list[ast.stmt]:
-            given = _located(ast.Assign([copy.deepcopy(target)], value), node)
-            return [given, *copy.deepcopy([*index[1:], *body])]
+            given = _located(ast.Assign([copied(target)], value), node)
+            return [given, *[copied(each) for each in (*index[1:], *body)]]
 
         yield from (*expressions.before, *index[:1])
         yields = _Yields(replace)
@@ -468,7 +467,7 @@ class _Inliner:
         is_current = any(node is loop for loop in self._loops)
         if is_current or not isinstance(node.target, ast.Name) or not any(map(_has_source, value)):
             return []
-        self._statements += len(value) * sum(isinstance(n, ast.stmt) for n in ast.walk(node))
+        self._statements += len(value) * sum(isinstance(n, ast.stmt) for n in walk(node))
         return list(value) if self._statements <= _STATEMENTS else []
 
     def _for_each(self, elements: Iterable[object], node: ast.For, call: _Call) -> list[ast.stmt]:
@@ -476,7 +475,7 @@ class _Inliner:
         statements = []
         for element in elements:
             call.values[node.target.id] = element  # type: ignore[attr-defined]
-            statements += self.block(copy.deepcopy(node.body), call)
+            statements += self.block([copied(each) for each in node.body], call)
         return statements
 
     # -- what is the same in all steps --------------------------------------------------------
@@ -685,7 +684,7 @@ class _Inliner:
         function = _function_in(parsed(code, code.co_filename), code)
         if function is None:
             return None
-        self._statements += sum(isinstance(n, ast.stmt) for n in ast.walk(function))
+        self._statements += sum(isinstance(n, ast.stmt) for n in walk(function))
         if self._statements > _STATEMENTS:
             return None
         passed = _passed(node, code, receiver)
@@ -698,7 +697,7 @@ class _Inliner:
         cells = dict(zip(code.co_freevars, found.__closure__ or (), strict=False))
         fixed = values.keys() - changing
         inner = _Call(self._next(), code, found.__globals__, values, cells, call, fixed=fixed)
-        return _Called(copy.deepcopy(function), inner, receiver)
+        return _Called(copied(function), inner, receiver)
 
     def _following(
         self, node: ast.Call, call: _Call, *, is_generator: bool = False
@@ -712,7 +711,7 @@ class _Inliner:
         is_paused = bool(code.co_flags & _PAUSES)
         if not is_here or _name_of(node.func) != code.co_name or is_paused != is_generator:
             return None
-        tree = copy.deepcopy(tree_of(following))
+        tree = copied(tree_of(following))
         function = _function_in(tree, code)
         if function is None:
             return None
@@ -749,7 +748,7 @@ class _Inliner:
         first = [
             _assignment(
                 self.name(called.call.key(local), local),
-                copy.deepcopy(passed.get(local, ast.Constant(None))),
+                copied(passed.get(local, ast.Constant(None))),
                 node,
             )
             for local in dict.fromkeys((*code.co_varnames, *code.co_cellvars))
@@ -759,7 +758,7 @@ class _Inliner:
         return [*first, *body], _located(ast.Name(name, ast.Load()), node)
 
 
-class _Expressions(ast.NodeTransformer):
+class _Expressions(Transformer):
     """Replaces calls and names in the expressions of a statement."""
 
     def __init__(self, inliner: _Inliner, call: _Call) -> None:
@@ -832,7 +831,7 @@ class _Expressions(ast.NodeTransformer):
         return _located(ast.Name(advance.target.id, ast.Load()), node)  # type: ignore[union-attr]
 
 
-class _Yields(ast.NodeTransformer):
+class _Yields(Transformer):
     """Replaces the ``yield`` of a generator by the body of the loop that reads it."""
 
     def __init__(self, replace: Callable[[ast.expr], list[ast.stmt]]) -> None:
@@ -844,7 +843,7 @@ class _Yields(ast.NodeTransformer):
         return self._replace(node.value.value or ast.Constant(None))
 
 
-class _Attributes(ast.NodeTransformer):
+class _Attributes(Transformer):
     """Replaces the attributes that change by variables."""
 
     def __init__(self, names: Mapping[_Key, str], changed: Collection[_Key]) -> None:
@@ -864,7 +863,7 @@ class _Attributes(ast.NodeTransformer):
 
 
 def _function_in(tree: ast.AST, code: CodeType) -> ast.FunctionDef | None:
-    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+    functions = (n for n in walk(tree) if isinstance(n, ast.FunctionDef))
     return next((f for f in functions if f.name == code.co_name), None)
 
 
@@ -933,7 +932,7 @@ def _is_stored(node: ast.Name) -> bool:
 
 
 def _located(node: _Node, where: ast.AST) -> _Node:
-    return ast.fix_missing_locations(ast.copy_location(node, where))
+    return ast.copy_location(node, where)  # of what is in it: at the end
 
 
 def _name_of(function: ast.expr) -> str:
@@ -993,13 +992,13 @@ def _has_position(generator: GeneratorType[Any, Any, Any]) -> bool:
     function = _function_in(parsed(code, code.co_filename), code)
     if function is None or not _is_of_script(code):
         return False
-    for node in ast.walk(function):
+    for node in walk(function):
         if isinstance(node, ast.AugAssign):
             return True
-        if isinstance(node, ast.For) and any(isinstance(n, ast.Yield) for n in ast.walk(node)):
+        if isinstance(node, ast.For) and any(isinstance(n, ast.Yield) for n in walk(node)):
             return True
         if isinstance(node, ast.Assign):
-            names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+            names = [n for n in walk(node) if isinstance(n, ast.Name)]
             if {n.id for n in names if _is_stored(n)} & {n.id for n in names if not _is_stored(n)}:
                 return True
     return False

@@ -32,6 +32,7 @@ from elastic import torch_private
 from elastic.errors import ConfigError, TrainingError
 from elastic.telemetry.log import get_logger
 from elastic.train.checks import loops_with, tree_of
+from elastic.train.syntax import walk
 
 # ----------------------------------------------------------------------------
 # Detects the consumer of a loader's iterator: ``enumerate``, ``itertools.islice`` or ``cycle``.
@@ -231,25 +232,25 @@ def _passes_each(frame: FrameType) -> bool:
     from``, or by the only ``yield`` in its loop. Or whether a ``__next__`` requests one batch."""
     tree, line = tree_of(frame), frame.f_lineno
     if frame.f_code.co_name == _NEXT:
-        functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
-        nodes = [n for function in functions for n in ast.walk(function)]
+        functions = (n for n in walk(tree) if isinstance(n, ast.FunctionDef))
+        nodes = [n for function in functions for n in walk(function)]
         requests = [n for n in nodes if isinstance(n, ast.Call) and _is_request(n.func)]
         return len(requests) == 1 and not any(isinstance(n, _BRANCHES) for n in nodes)
-    yields = [n for n in ast.walk(tree) if isinstance(n, (ast.Yield, ast.YieldFrom))]
+    yields = [n for n in walk(tree) if isinstance(n, (ast.Yield, ast.YieldFrom))]
     if len(yields) != 1 or loops_with(tree, line):
         return False
     if isinstance(yields[0], ast.YieldFrom):
         return yields[0].lineno <= line <= (yields[0].end_lineno or 0)
     heads = [
         node
-        for node in ast.walk(tree)
+        for node in walk(tree)
         if isinstance(node, ast.For) and node.lineno <= line < node.body[0].lineno
     ]
     return any(
         isinstance(part, (ast.Expr, ast.Assign)) and part.value is yields[0]
         for head in heads
         for part in head.body
-    ) and not any(isinstance(n, ast.Continue) for head in heads for n in ast.walk(head))
+    ) and not any(isinstance(n, ast.Continue) for head in heads for n in walk(head))
 
 
 def objects_of(types: Collection[type], generations: Sequence[int | None]) -> list[Any]:
@@ -618,7 +619,7 @@ def _is_guarded(frame: FrameType | None) -> bool:
     line = frame.f_lineno
     return any(
         isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or line)
-        for node in ast.walk(script)
+        for node in walk(script)
     )
 
 
