@@ -254,6 +254,7 @@ class RankProgress:
         self.begun = False  # a step was begun
         self._place = ""  # of the boundary with which this world began
         self.is_before_place = False  # the function runs towards the boundary's place
+        self.has_passed_place = False  # it has been there, and continues from there
         self._is_step_missing = False  # some rank had begun the step after the boundary
         # Names in run.state with values from before the units of this boundary.
         self._shown: set[str] = set()
@@ -329,6 +330,7 @@ class RankProgress:
         if not self.is_before_place or self._place != place:
             return False
         self.is_before_place = self._is_step_missing = False
+        self.has_passed_place = True
         given = rates_of(self._optimizer_watch.tracked)
         self._restore_boundary()
         restored = rates_of(self._optimizer_watch.tracked)
@@ -389,6 +391,7 @@ class RankProgress:
         """Begin a world at the boundary to which the state of all ranks belongs."""
         self._place = self._job.progress.place
         self.is_before_place = bool(self._place)
+        self.has_passed_place = False
         # Only this copy can undo what the script changes before it reaches the boundary's place.
         self.rollback.take(with_copies=not self._job.is_rebuilt)
         self._is_fresh = True
@@ -491,6 +494,7 @@ class RankProgress:
             self._restore_boundary()
         if is_caught_up or (is_past and self._place):
             self.is_before_place = bool(self._place)
+            self.has_passed_place = False
             return
         progress.calls = max(progress.calls, self.retries + self._omitted)
         if takes_boundary:

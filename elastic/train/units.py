@@ -73,7 +73,8 @@ class Units(Hook):
         self._calls: dict[str, _Place] = {}
         self._interrupted: tuple[str, int] | None = None  # a unit's name, and the step after it
         # Of calls before the first step in this call of the training function: a name, and the
-        # entries of run.state by which the script names its place.
+        # entries of run.state by which the script names its place. Not of calls after the place
+        # where it resumes: from there on, a fault repeats what has changed the entries.
         self._named: dict[str, dict[str, object]] | None = {}
 
     def begin_attempt(self) -> None:
@@ -92,6 +93,8 @@ class Units(Hook):
         self._loop.end_call_if_over()
         if self._progress.is_past_end and not self._job.units.get(name):
             return self._in_step(function)  # as before: what it changes is undone at the end
+        if self._progress.has_passed_place:
+            self._named = None
         named = {} if at is None or self._named is None else state_of_place(self._job.user)
         moved = {key: value for key, value in named.items() if self._job.user[key] != value}
         record = self._finished(name, at)

@@ -1385,9 +1385,9 @@ UPDATES = (
         name="mixup",
         body="""
         optimizer.zero_grad()
-        weight, order = torch.rand(()), torch.randperm(len(inputs))
-        inputs = weight * inputs + (1 - weight) * inputs[order]
-        targets = weight * targets + (1 - weight) * targets[order]
+        weight, mixed = torch.rand(()), torch.randperm(len(inputs))
+        inputs = weight * inputs + (1 - weight) * inputs[mixed]
+        targets = weight * targets + (1 - weight) * targets[mixed]
         LOSS
         loss.backward()
         GRADIENTS
@@ -1760,14 +1760,14 @@ LOOPS = (
         name="generator of the script",
         is_shardable=True,
         define="""
-        def first(loader, n):
+        def first_batches(loader, n):
             for i, batch in enumerate(loader, start=loader.index):
                 if i == n:
                     return
                 yield i, batch
         """,
         head="""
-        for i, (inputs, targets) in first(loader, 3):
+        for i, (inputs, targets) in first_batches(loader, 3):
             BODY
         """,
         needs=("run.epochs",),

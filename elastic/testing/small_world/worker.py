@@ -161,7 +161,10 @@ def _write(
     else:
         numbers["record"] = recording.finish(left)
     parts = _components_of_script()
-    steps = parts.session.job.progress.step if parts is not None else 0
+    steps = 0
+    if parts is not None:  # one that the script has left is committed at its end
+        has_begun = parts.loop.counts(parts.session.current.step)
+        steps = parts.session.job.progress.step + has_begun
     numbers |= {
         "steps": steps,
         LINES: sum(events.executions.values()),

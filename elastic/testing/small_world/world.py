@@ -58,7 +58,7 @@ class WorkerResult:
     name: str
     pid: int
     exit_code: int | None  # None: ended by a signal
-    steps: int  # committed; -1 if it failed
+    steps: int  # with one that its end commits; -1 if it failed
     lines: int  # of the script that ran within retry; counted only without a death
     calls: int
     executions: dict[int, int]  # of each line, likewise

@@ -156,6 +156,35 @@ def test_a_place_in_a_variable_is_that_of_the_entry_from_which_it_comes(
             assert steps_of_job(run) == STEPS_PER_EPOCH
 
 
+def test_a_place_may_change_after_the_loop_where_the_function_resumes(tmp_path: Path) -> None:
+    """From there on, each call of the function changes it again."""
+    places: list[int] = []
+
+    def train(script: Job, *, fails: bool) -> None:
+        state = script.run.state
+        state.setdefault("epoch", 0)
+
+        def examine() -> None:
+            if fails:
+                raise ValueError("in the work")
+            places.append(epoch)
+
+        while (epoch := state["epoch"]) < 2:
+            for x, y in script.loader:
+                script.update(x, y)
+            state["epoch"] += 1
+            script.run.once("examine", examine, at=epoch)
+
+    policy = Checkpoints(folder=tmp_path, when=100)
+    error = "ValueError: in the work"
+    with run_of(policy, clean=False, error=error) as run, pytest.raises(ValueError, match="work"):
+        run.retry(train, job(run), fails=True)
+    with process(tmp_path) as run:
+        run.retry(train, job(run), fails=False)
+        assert steps_of_job(run) == 2 * STEPS_PER_EPOCH
+    assert places == [0, 1]
+
+
 def test_work_in_a_step_is_a_part_of_it() -> None:
     calls: list[str] = []
     with process() as run:
