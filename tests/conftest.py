@@ -26,7 +26,7 @@ settings.register_profile(
     "tests",
     deadline=None,
     derandomize=True,
-    max_examples=50,
+    max_examples=25,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -63,7 +63,10 @@ def test_schemas_cover_recent_kubernetes_releases() -> None:
     assert len(VERSIONS) >= 6, f"kubernetes-validate knows only {VERSIONS}"
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "version",
+    [VERSIONS[0], *(pytest.param(v, marks=pytest.mark.slow) for v in VERSIONS[1:-1]), VERSIONS[-1]],
+)
 def test_objects_are_valid_for(version: str, objects: list[tuple[str, Object]]) -> None:
     wrong = []
     for overlay, one in objects:

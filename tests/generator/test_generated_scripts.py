@@ -104,6 +104,7 @@ EQUAL_WEIGHTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sharding",
     [
@@ -132,6 +133,7 @@ def test_ranks_without_samples_add_nothing_to_equal_weights(runner: Runner, shar
 DECAYED = BY_LABEL["update:gradients decayed instead of zeroed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", [pytest.param(2, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize("sharding", [REPLICAS, MESH, BUILD])
 def test_gradients_that_sharded_models_keep_for_the_next_step_are_state(
@@ -152,6 +154,7 @@ def test_gradients_that_sharded_models_keep_for_the_next_step_are_state(
     assert "loss.backward()" in verdict.died_at
 
 
+@pytest.mark.slow
 def test_a_death_in_an_evaluation_keeps_the_gradients_of_the_last_step(runner: Runner) -> None:
     """A forward pass alone leaves FSDP's outermost part with other parameters."""
     parts = (BY_LABEL["model:loss inside"], DECAYED, BY_LABEL["evaluation:each epoch"])
@@ -272,6 +275,7 @@ def test_a_commit_after_a_loop_that_was_left_does_not_resume_it(runner: Runner) 
     assert " 5 steps committed" in verdict.died_at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
@@ -296,6 +300,7 @@ def test_the_code_after_the_last_loop_of_a_restarted_script_takes_effect_once(
     assert " 12 steps committed" in verdict.died_at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_copied_seldom", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_rank_that_ends_alone_does_not_save_the_step_in_which_its_last_loop_was_left(
     runner: Runner, is_copied_seldom: bool
@@ -327,6 +332,7 @@ def test_interrupted_work_is_not_done_with_weights_that_the_function_initialises
     assert " 2 steps committed" in verdict.died_at
 
 
+@pytest.mark.slow
 def test_what_interrupted_work_has_changed_is_undone_before_the_first_save(
     runner: Runner,
 ) -> None:

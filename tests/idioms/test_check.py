@@ -122,6 +122,7 @@ def test_a_counter_outside_of_the_state(runs: IdiomRuns, tmp_path: Path) -> None
     assert not Path("saved-by-the-script").exists()
 
 
+@pytest.mark.slow
 def test_an_epoch_that_is_cut_by_islice(runs: IdiomRuns, tmp_path: Path) -> None:
     """When its last step is committed depends on the ranks and on where a pass resumes."""
     loop = "for i, (inputs, targets) in itertools.islice(enumerate(loader), 3):"

@@ -186,6 +186,7 @@ def test_the_last_update_is_shorter() -> None:
     assert [len(batch) for batch in [*updates(0)][-1][0]] == [BATCH]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_weights_are_those_of_plain_training(

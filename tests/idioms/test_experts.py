@@ -131,13 +131,8 @@ def experts(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> Expert
     return ExpertRuns(runs.world, tmp_path_factory.mktemp("experts"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if layout is MASKED else [pytest.mark.slow])
-        for name, layout in LAYOUTS.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_experts_train_like_the_whole_model(experts: ExpertRuns, name: str) -> None:
     layout = LAYOUTS[name]
     experts.assert_same(experts.undisturbed(layout), layout)
@@ -265,17 +260,19 @@ SAME_PART = "but both must hold the same part of it: their gradients differ, too
             "'ep', of a module without a parameter that is sharded over it",
             'DTensor.from_local(own, run.mesh["ep"], [Shard(0)])',
         ),
-        (
+        pytest.param(
             "masked slow own down",
             ALONG_EP,
             f"rank 0 in model (parameter 6, 'mixture.experts.down'), {SAME_PART}",
             'DTensor.from_local(own, run.mesh["ep"], [Shard(0)])',
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "masked slow partial gradients",
             ALONG_EP,
             f"rank 0 in model (parameter 0, 'embed.weight'), {SAME_PART}",
             'must sum gradients of the other parameters over run.mesh["ep"]',
+            marks=pytest.mark.slow,
         ),
         (
             "exchanged whole batch",

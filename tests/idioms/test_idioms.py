@@ -31,16 +31,12 @@ def in_short(idiom: Idiom) -> bool:
     return zlib.crc32(idiom.name.encode()) % 12 == 0
 
 
-def proved_with_a_death(idiom: Idiom) -> list[pytest.MarkDecorator]:
-    """The run with a death also shows that three workers train like one, so the undisturbed run is
-    left to the soak."""
-    if idiom.is_compared_alone:
-        return [pytest.mark.soak]
-    return [] if in_short(idiom) else [pytest.mark.slow]
-
-
+# The run with a death also shows that three workers train like one.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "idiom", [pytest.param(i, marks=proved_with_a_death(i)) for i in idioms()], ids=name_of
+    "idiom",
+    [pytest.param(i, marks=[pytest.mark.soak] * i.is_compared_alone) for i in idioms()],
+    ids=name_of,
 )
 def test_three_workers_train_like_a_single_worker(runs: IdiomRuns, idiom: Idiom) -> None:
     outcome = runs.undisturbed(idiom)

@@ -238,6 +238,7 @@ def stages(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> StageRu
     return StageRuns(runs.world, script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "dims", "size", "per_node"),
     [
@@ -426,7 +427,8 @@ def test_a_checkpoint_has_each_stage_once(saved: Saved) -> None:
     assert first.state.keys() == {"pp=0"}
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 3])
 def test_a_checkpoint_resumes_with_another_number_of_replicas_and_of_shards(
     stages: StageRuns, saved: Saved, tmp_path: Path, replicas: int
 ) -> None:

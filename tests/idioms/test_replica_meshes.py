@@ -211,6 +211,7 @@ def test_an_unsharded_module_in_a_replica_trains_like_ddp(of_kind: OfKind) -> No
             assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name
 
 
+@pytest.mark.slow
 def test_partial_gradients_of_sequence_parallelism_are_not_taken_for_different_ones(
     of_kind: OfKind,
 ) -> None:

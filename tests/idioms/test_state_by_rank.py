@@ -92,6 +92,7 @@ result = {"none": torch.zeros(1)}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shard", "warns"), [("detach().to_local()", True), ("detach().full_tensor()", False)]
 )

@@ -224,6 +224,7 @@ def check(trainer: TrainerRuns, way: str, kind: str, seed: int) -> None:
 WAYS = [("container", "replicas"), ("container", "build"), ("in backward", "build")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "way"), [WAYS[0], pytest.param(*WAYS[2], marks=pytest.mark.slow)])
 def test_a_death_does_not_change_the_result(trainer: TrainerRuns, kind: str, way: str) -> None:
     check(trainer, way, kind, 0)

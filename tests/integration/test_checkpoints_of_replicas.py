@@ -99,7 +99,7 @@ def assert_same(found: WorkerResult, expected: WorkerResult, *, resumed: int) ->
     ("kind", "size", "per_node"),
     [
         pytest.param("fsdp", 2, 2, id="one replica of two", marks=pytest.mark.slow),
-        pytest.param("fsdp", 6, 2, id="three replicas of two"),
+        pytest.param("fsdp", 6, 2, id="three replicas of two", marks=pytest.mark.slow),
         pytest.param("one", 1, 1, id="one rank", marks=pytest.mark.slow),
         pytest.param("tp", 2, 2, id="tensor parallel", marks=pytest.mark.slow),
         pytest.param("both", 4, 4, id="FSDP over tensor parallelism", marks=pytest.mark.slow),

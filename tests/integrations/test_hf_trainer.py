@@ -199,6 +199,7 @@ QUICK = ("tokens",)  # everything: with a death, below
 KINDS = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MATRIX]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_undisturbed_training_is_that_of_plain_trainer(runs: Runs, kind: str) -> None:
     plain, ran = runs.plain(MATRIX[kind]), runs.run("elastic", MATRIX[kind])
@@ -220,6 +221,7 @@ def test_an_evaluation_before_training_is_that_at_its_start(runs: Runs) -> None:
 PREDICTIONS: dict[str, Any] = {"predicts": [17, 18], "args": {"num_train_epochs": 1}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "rank", "is_replaced"),
     [
@@ -315,6 +317,7 @@ def test_a_node_joins_after_a_death(runs: Runs, name: str) -> None:
 ATTRIBUTES = SCRIPTS / "hf_attributes.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_what_a_script_counts_in_its_own_attributes_is_the_jobs(
     runs: Runs, is_replaced: bool
@@ -420,6 +423,7 @@ def test_what_cannot_recover_is_refused(runs: Runs, message: str) -> None:
     assert all(e.startswith("ConfigError: ElasticTrainer: ") and message in e for e in errors)
 
 
+@pytest.mark.slow
 def test_the_order_of_samples_is_that_of_accelerates_loaders(runs: Runs, tmp_path: Path) -> None:
     outcome = runs.world.run(SCRIPTS / "hf_orders.py", tmp_path, size=1, is_counted=False)
     outcome.assert_success(workers=1)

@@ -210,6 +210,7 @@ def test_an_evaluation_after_fit_is_repeated(lightning: Make) -> None:
     jobs.assert_as_plain("killed", outcome, workers=SIZE - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "event"), [("predict", 2), ("training step", 4)])
 def test_ranks_of_a_smaller_world_predict_all_samples(
     lightning: Make, place: str, event: int
@@ -283,6 +284,7 @@ def test_log_entries_outlive_a_death_while_their_file_is_opened(tmp_path: Path) 
     assert (left.name, left.read_text()) == ("metrics.csv", "loss,step\n1,0\n")
 
 
+@pytest.mark.slow
 def test_a_job_continues_from_its_own_checkpoint(lightning: Make) -> None:
     # Killed after a save of Lightning that is newer than the job's own: it is saved again.
     jobs = lightning(checkpoints=3, save={"every_n_train_steps": 1, "save_top_k": -1})

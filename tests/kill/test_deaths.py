@@ -190,6 +190,7 @@ def test_a_terminated_node_exits_with_75(job: TrainingJob, nodes: list[LocalNode
     job.wait_for(lambda: not victim.processes(), PATIENCE_S, "the end of the node's processes")
 
 
+@RESTARTED_IN_ALL
 def test_the_job_ends_correctly_and_a_late_node_exits_without_training(
     job: TrainingJob, nodes: list[LocalNode], undisturbed: Path
 ) -> None:

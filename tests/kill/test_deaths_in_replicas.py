@@ -115,11 +115,10 @@ OF_THE_LAST_ONE = of_two_replicas(0, 3, "all-gather", "reduce-scattered", "optim
 OF_TWO_AT_ONCE = of_two_replicas(2, 5, "all-gather", "reduce-scattered", "all-reduced", "optimizer")
 # One per kind of recovery; the soak covers every point.
 ON_A_NODE_IN_SHORT = [
-    *in_a_step("reduce-scattered"),
     *(
         pytest.param(fault, marks=pytest.mark.slow)
         for fault in (
-            *in_a_step("all-gather", "optimizer", "committing"),
+            *in_a_step("reduce-scattered", "all-gather", "optimizer", "committing"),
             *of_a_replacement("received"),
         )
     ),

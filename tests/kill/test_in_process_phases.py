@@ -29,7 +29,7 @@ IN_A_STEP = ("forward", "backward", "between", "after-optimizer", "after-schedul
 IN_A_RECOVERY = ("before-build", "after-build")
 IN_A_TRANSFER = ("receiving", "received", "sending", "sent")
 # The others only in `make test-all`.
-IN_SHORT = ("backward", "before-build", "sending")
+IN_SHORT = ("before-build", "sending")
 
 
 def points(*names: str) -> pytest.MarkDecorator:
@@ -148,6 +148,7 @@ def test_a_rank_that_leaves_a_collective_blocks_no_peer(job: TrainingJob, before
     job.wait_event("world-formed", lambda e: e["cause"] == Cause.FAILURE.value, since_s=began_s)
 
 
+@pytest.mark.slow
 def test_a_fault_swallowed_by_the_script_still_causes_a_recovery(
     job: TrainingJob, before: Before
 ) -> None:

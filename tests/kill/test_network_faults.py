@@ -115,6 +115,7 @@ def test_dropped_connections_are_reestablished(job: NetworkJob, nodes: list[Loca
     assert pids(job) == workers and job.running == nodes
 
 
+@pytest.mark.slow
 def test_a_partition_from_etcd_interrupts_no_step(job: NetworkJob, nodes: list[LocalNode]) -> None:
     victim, workers = job.bystanders()[0], pids(job)
     with job.healed_after(SHORT_S):

@@ -659,7 +659,7 @@ def _apply(job: Job, kind: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("keep", "has_memory", "duration_s"),
     [
-        pytest.param(LATEST_2, True, FOREVER_S, id="latest-forever"),
+        pytest.param(LATEST_2, True, FOREVER_S, id="latest-forever", marks=pytest.mark.slow),
         pytest.param(LATEST_2, False, 0, id="latest-once", marks=pytest.mark.slow),
         pytest.param(BEST, False, FOREVER_S, id="best-forever", marks=pytest.mark.slow),
         pytest.param(MILESTONES, True, PASSING_S, id="milestones-second", marks=pytest.mark.slow),

@@ -47,6 +47,7 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     assert info.size_bytes < 2 * weight.nbytes
 
 
+@pytest.mark.slow
 def test_ten_thousand_small_tensors_are_restored(tmp_path: Path) -> None:
     state = {str(i): torch.tensor([i]) for i in range(10_000)}
     name = save_all(tmp_path, state, step=1, world_size=2)

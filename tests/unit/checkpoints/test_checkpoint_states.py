@@ -114,6 +114,7 @@ def test_a_clock_that_jumps_changes_only_timestamps(tmp_path: Path, seed: int) -
     assert checkpoints.list_checkpoints(tmp_path)[0].step == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", list(StorageFault))
 def test_a_fault_at_any_storage_call_leaves_complete_checkpoints(fault: StorageFault) -> None:
     """Listed checkpoints are complete after each fault, and a successor continues."""

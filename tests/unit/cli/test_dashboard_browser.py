@@ -207,6 +207,7 @@ def test_hostile_names_are_escaped(browser: Any, job: FakeJob, tmp_path: Path) -
         assert console_messages(browser) == [], "the content security policy blocked nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("theme", "size"),
     [
@@ -240,6 +241,7 @@ def test_contrast_labels_and_width_are_accessible(
         assert console_messages(browser) == []
 
 
+@pytest.mark.slow
 def test_the_report_fits_a_laptop_and_is_accessible(browser: Any, tmp_path: Path) -> None:
     """With the phases of a pause in one column: a column for each was wider than the window."""
     names = ("trainer-0.llama.svc", "trainer-1.llama.svc", "trainer-2.llama.svc", "c")

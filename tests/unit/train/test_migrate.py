@@ -212,6 +212,7 @@ def test_a_kill_at_a_random_line_of_the_port_changes_no_result(
     assert_same(example, outcome, runs)
 
 
+@pytest.mark.slow
 @ALL
 def test_a_killed_job_resumes_with_another_number_of_workers(
     runs: Runs, example: Example, tmp_path: Path

@@ -50,6 +50,7 @@ EDITS: tuple[Callable[[random.Random, Log], object], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_every_edit_is_found(seed: int) -> None:
     draw = random.Random(seed)
