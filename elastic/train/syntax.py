@@ -6,21 +6,22 @@ A script's functions are analysed before the first step of each loop, by each wo
 from __future__ import annotations
 
 import ast
-import functools
 from typing import Any, TypeVar
 
 _Node = TypeVar("_Node", bound=ast.AST)
 
 
-@functools.cache
+# Contexts and operators are nodes without fields; names and numbers are no nodes.
+_WITHOUT_NODES = frozenset({"ctx", "op", "ops", "id", "attr", "arg", "type_comment", "kind"})
+_fields: dict[type[ast.AST], tuple[str, ...]] = {}
+
+
 def _fields_with_nodes(kind: type[ast.AST]) -> tuple[str, ...]:
-    """Fields of a kind of node that may hold other nodes: contexts and operators are not among
-    them, and neither are names and constants."""
-    without = ("ctx", "op", "ops", "id", "attr", "arg", "lineno", "type_comment", "kind")
-    if kind in (ast.Constant, ast.alias, ast.Global, ast.Nonlocal):
-        return ()
-    own = tuple(name for name in kind._fields if name not in without)
-    return own if kind is not ast.FormattedValue else ("value", "format_spec")
+    """Fields of a kind of node that may hold other nodes."""
+    if (found := _fields.get(kind)) is None:
+        found = tuple(name for name in kind._fields if name not in _WITHOUT_NODES)
+        _fields[kind] = found
+    return found
 
 
 def walk(tree: ast.AST) -> list[ast.AST]:
