@@ -194,6 +194,13 @@ accelerator = Accelerator(run=run)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 evaluate = lambda: None
 """
+FABRIC = """
+from elastic.integrations.fabric import ElasticFabric as Fabric
+run = elastic.join(checkpoints="job", seed=42)
+loss_of = lambda batch: F.cross_entropy(model(batch[0]), batch[1])
+"""
+SET_UP = "fabric.launch(); model, optimizer = fabric.setup(model, optimizer); "
+SET_UP += "loader = fabric.setup_dataloaders(loader)"
 TRAINER_STATE = """
 class State:
     step, evaluation_due = 0, False
@@ -268,7 +275,8 @@ SETTINGS: dict[str, list[Setting]] = {
     ],
     "docs/how-to/adopt.md": [Setting(replaced={"10_000": "3"})],
     "docs/how-to/fabric.md": [
-        Setting(LOADERS, replaced={"…": f"{OF_BATCH}; optimizer.zero_grad()"})
+        Setting(LOADERS, replaced={"…": f"{OF_BATCH}; optimizer.zero_grad()"}),
+        Setting(LOADERS + FABRIC, replaced={"…": SET_UP}),
     ],
     "docs/how-to/hugging-face.md": [
         Setting("", f"BLOCK\n{TRAINER}"),
