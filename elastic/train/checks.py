@@ -236,6 +236,10 @@ def state_of_place(user: Mapping[str, object]) -> dict[str, object]:
 
 def _place_of_once(frame: FrameType) -> Iterator[tuple[ast.expr, list[ast.expr]]]:
     """The place that the current call of run.once names, and the conditions around the call."""
+    code = frame.f_code
+    names = (*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars)
+    if "once" not in names:  # a trainer's file would be parsed for nothing
+        return
     tree, line = tree_of(frame), frame.f_lineno
     around = [n for n in walk(tree) if isinstance(n, (ast.If, ast.Call)) and _is_at(n, line)]
     conditions = [node.test for node in around if isinstance(node, ast.If)]

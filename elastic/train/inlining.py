@@ -932,7 +932,7 @@ def _is_stored(node: ast.Name) -> bool:
 
 
 def _located(node: _Node, where: ast.AST) -> _Node:
-    return ast.copy_location(node, where)  # of what is in it: at the end
+    return ast.copy_location(node, where)  # _Inliner.result locates the nodes in it
 
 
 def _name_of(function: ast.expr) -> str:

@@ -109,9 +109,9 @@ EQUAL_WEIGHTS = (
     "sharding",
     [
         REPLICAS,
-        pytest.param(MESH, marks=pytest.mark.slow),
-        pytest.param(BUILD, marks=pytest.mark.slow),
-        pytest.param(WHOLE, marks=pytest.mark.slow),
+        MESH,
+        BUILD,
+        WHOLE,
     ],
 )
 def test_ranks_without_samples_add_nothing_to_equal_weights(runner: Runner, sharding: str) -> None:
@@ -134,7 +134,7 @@ DECAYED = BY_LABEL["update:gradients decayed instead of zeroed"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("execution", [pytest.param(2, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("execution", [2, 7])
 @pytest.mark.parametrize("sharding", [REPLICAS, MESH, BUILD])
 def test_gradients_that_sharded_models_keep_for_the_next_step_are_state(
     runner: Runner, sharding: str, execution: int
@@ -279,7 +279,7 @@ def test_a_commit_after_a_loop_that_was_left_does_not_resume_it(runner: Runner) 
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param("scheduler.step()", marks=pytest.mark.slow),
+        "scheduler.step()",
         '**leaves("model", network.state_dict()),',
     ],
 )
@@ -301,7 +301,7 @@ def test_the_code_after_the_last_loop_of_a_restarted_script_takes_effect_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_copied_seldom", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("is_copied_seldom", [False, True])
 def test_a_rank_that_ends_alone_does_not_save_the_step_in_which_its_last_loop_was_left(
     runner: Runner, is_copied_seldom: bool
 ) -> None:

@@ -243,42 +243,12 @@ def stages(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> StageRu
     ("way", "dims", "size", "per_node"),
     [
         pytest.param("by hand", ["pp=2"], 4, 2, id="two replicas of two stages"),
-        pytest.param("schedule", ["pp=2"], 4, 2, id="a schedule of torch", marks=pytest.mark.slow),
-        pytest.param(
-            "several", ["pp=2"], 4, 2, id="stages of one and of two modules", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "fsdp schedule",
-            ["pp=2", "shard=2"],
-            4,
-            4,
-            id="a schedule of sharded stages",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "by hand",
-            ["pp=2", "shard=2"],
-            4,
-            4,
-            id="stages held whole by two ranks",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "tensor parallel",
-            ["pp=2", "tp=2"],
-            8,
-            4,
-            id="a stage split over two ranks",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "fsdp",
-            ["shard=2", "pp=2"],
-            8,
-            4,
-            id="stages sharded over two ranks",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("schedule", ["pp=2"], 4, 2, id="a schedule of torch"),
+        pytest.param("several", ["pp=2"], 4, 2, id="stages of one and of two modules"),
+        pytest.param("fsdp schedule", ["pp=2", "shard=2"], 4, 4, id="a schedule of sharded stages"),
+        pytest.param("by hand", ["pp=2", "shard=2"], 4, 4, id="stages held whole by two ranks"),
+        pytest.param("tensor parallel", ["pp=2", "tp=2"], 8, 4, id="a stage split over two ranks"),
+        pytest.param("fsdp", ["shard=2", "pp=2"], 8, 4, id="stages sharded over two ranks"),
     ],
 )
 def test_stages_train_like_the_whole_model(

@@ -225,7 +225,7 @@ WAYS = [("container", "replicas"), ("container", "build"), ("in backward", "buil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "way"), [WAYS[0], pytest.param(*WAYS[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "way"), [WAYS[0], WAYS[2]])
 def test_a_death_does_not_change_the_result(trainer: TrainerRuns, kind: str, way: str) -> None:
     check(trainer, way, kind, 0)
 
@@ -253,7 +253,7 @@ def test_optimizers_in_the_backward_pass_are_refused_in_replicas(trainer: Traine
 @pytest.mark.parametrize(
     "place",
     [
-        pytest.param(0.4, id="in an earlier step", marks=pytest.mark.slow),
+        pytest.param(0.4, id="in an earlier step"),
         pytest.param(0.6, id="in the last step"),
     ],
 )

@@ -195,12 +195,10 @@ MATRIX: dict[str, dict[str, Any]] = {
     "trained twice": EPOCHS | {"trainings": 2},
     "bf16": {"model": "gpt2", "double": False, "args": {"bf16": True}},
 }
-QUICK = ("tokens",)  # everything: with a death, below
-KINDS = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MATRIX]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MATRIX)
 def test_undisturbed_training_is_that_of_plain_trainer(runs: Runs, kind: str) -> None:
     plain, ran = runs.plain(MATRIX[kind]), runs.run("elastic", MATRIX[kind])
     assert_same(ran, plain, workers=SIZE, weights=1e-7 if kind in WEIGHTS else 1e-12)
@@ -225,8 +223,8 @@ PREDICTIONS: dict[str, Any] = {"predicts": [17, 18], "args": {"num_train_epochs"
 @pytest.mark.parametrize(
     ("event", "rank", "is_replaced"),
     [
-        pytest.param(2, 0, False, marks=pytest.mark.slow),
-        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        (2, 0, False),
+        (2, 1, True),
         (4, 0, True),  # in the second call: the first is complete when a node joins
     ],
 )
