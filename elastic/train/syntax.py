@@ -18,10 +18,10 @@ _fields: dict[type[ast.AST], tuple[str, ...]] = {}
 
 def _fields_with_nodes(kind: type[ast.AST]) -> tuple[str, ...]:
     """Fields of a kind of node that may hold other nodes."""
-    if (found := _fields.get(kind)) is None:
-        found = tuple(name for name in kind._fields if name not in _WITHOUT_NODES)
-        _fields[kind] = found
-    return found
+    if (names := _fields.get(kind)) is None:
+        names = tuple(name for name in kind._fields if name not in _WITHOUT_NODES)
+        _fields[kind] = names
+    return names
 
 
 def walk(tree: ast.AST) -> list[ast.AST]:
@@ -35,14 +35,14 @@ def walk(tree: ast.AST) -> list[ast.AST]:
 
 def children(node: ast.AST) -> list[ast.AST]:
     """The nodes directly in a node, without contexts and operators."""
-    found: list[ast.AST] = []
+    nodes: list[ast.AST] = []
     for name in _fields_with_nodes(type(node)):
         value = getattr(node, name, None)
         if type(value) is list:
-            found += [each for each in value if isinstance(each, ast.AST)]
+            nodes += [each for each in value if isinstance(each, ast.AST)]
         elif isinstance(value, ast.AST):
-            found.append(value)
-    return found
+            nodes.append(value)
+    return nodes
 
 
 class Transformer(ast.NodeTransformer):
