@@ -151,13 +151,17 @@ class RunEntry:
         is_beside_checkpoints = journal.parent.name == BESIDE_CHECKPOINTS
         if not is_beside_checkpoints or self._is_chosen or not began.is_dir():
             return
-        for path in began.glob("*.jsonl"):
-            with contextlib.suppress(OSError, ValueError):
-                if _has_ended(path) and not (journal / path.name).exists():
-                    # (Readers take every file with this suffix, in whatever state it is.)
-                    with replacing(journal / path.name) as new:
-                        shutil.copyfile(path, new)
-                    path.unlink()
+        with contextlib.suppress(OSError):  # the user forgets the run meanwhile
+            for path in began.glob("*.jsonl"):
+                self._collect_one(path, journal)
+
+    def _collect_one(self, path: Path, journal: Path) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            if _has_ended(path) and not (journal / path.name).exists():
+                # (Readers take every file with this suffix, in whatever state it is.)
+                with replacing(journal / path.name) as new:
+                    shutil.copyfile(path, new)
+                path.unlink()
 
     def close(self) -> None:
         """This agent has ended."""
@@ -238,9 +242,12 @@ def _remove_oldest(root: Path) -> None:
     total_bytes = 0
     folders = sorted(_folders(root), key=_changed_s, reverse=True)
     for number, folder in enumerate(folders):
-        total_bytes += sum(_size_bytes(path) for path in folder.glob("*/*.jsonl"))
-        if (number >= MAX_RUNS or total_bytes > MAX_BYTES) and not _agents(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(
+            OSError
+        ):  # another agent removes it, or it is unreadable: it stays
+            total_bytes += sum(_size_bytes(path) for path in folder.glob("*/*.jsonl"))
+            if (number >= MAX_RUNS or total_bytes > MAX_BYTES) and not _agents(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folders(root: Path) -> list[Path]:

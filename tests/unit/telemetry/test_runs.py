@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,6 +99,24 @@ def test_ended_runs_beyond_the_bound_are_removed_oldest_first(
     assert [run.run_id for run in local_runs(environ)] == ["last", "ended-2", "running"]
     running.close()
     last.close()
+
+
+def test_agents_that_start_together_may_remove_the_same_runs(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("old", "older"):
+        RunEntry(a_run(name), environ).close()
+        for folder in ("journal", "logs"):
+            (runs.state_folder(environ) / name / folder).mkdir()
+            (runs.state_folder(environ) / name / folder / "node-1.jsonl").write_text("{}\n")
+
+    def removed_by_another(path: Path) -> int:
+        shutil.rmtree(path.parent.parent)
+        return 0
+
+    monkeypatch.setattr(runs, "_size_bytes", removed_by_another)
+    RunEntry(a_run("new"), environ).close()
+    assert [run.run_id for run in local_runs(environ)] == ["new"]
 
 
 def test_a_forgotten_run_has_no_entry_and_no_journals(environ: dict[str, str]) -> None:
