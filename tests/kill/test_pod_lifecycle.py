@@ -84,6 +84,9 @@ def test_three_pods_train_and_are_ready(workers: StatefulSet) -> None:
 
 def test_a_drained_pod_leaves_between_two_steps_and_rejoins(workers: StatefulSet) -> None:
     bring_to(workers, 3)
+    step = workers.ledger().last_step
+    # The leader plans the boundary by the rate of steps; without one it waits for a second only.
+    workers.wait_for(lambda: workers.ledger().last_step >= step + 3, PATIENCE_S, "three steps")
     generation, before = workers.training_nodes()[0], len(workers.ended)
     drained = workers.pod(f"{NAME}-1")
     workers.delete(f"{NAME}-1")
