@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from checkpoints.errors import CheckpointNotFound, CorruptCheckpoint, LoadError
 from checkpoints.manifest import (
@@ -59,7 +59,9 @@ def committed_in(entries: Iterable[str]) -> list[CheckpointName]:
     return sorted(names, key=lambda name: name.age_order, reverse=True)
 
 
-def read_manifest(storage: Storage, name: str) -> Manifest:
+def read_manifest(
+    storage: Storage, name: str, parse: Callable[[bytes, str], Manifest] = parse_manifest
+) -> Manifest:
     """The validated manifest of a committed checkpoint whose files exist with the right sizes."""
     parsed = parse_committed(name)
     if parsed is None:
@@ -77,7 +79,7 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
                 hint="list_checkpoints() lists the existing ones.",
             ) from error
         with contextlib.closing(source):
-            manifest = parse_manifest(read_document(source, file), file)
+            manifest = parse(read_document(source, file), file)
         if manifest.name != parsed:
             raise CorruptCheckpoint(
                 f"it is the manifest of another checkpoint, {manifest.name}", file=file

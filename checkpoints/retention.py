@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import secrets
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +23,7 @@ from checkpoints.commit import (
     world_size_of,
 )
 from checkpoints.errors import LoadError, ReadFailed, UnsupportedFormat
-from checkpoints.manifest import Manifest, without_tensors
+from checkpoints.manifest import Manifest, parse_without_tensors, without_tensors
 from checkpoints.names import (
     LATEST,
     LATEST_PREFIX,
@@ -30,10 +32,8 @@ from checkpoints.names import (
     CheckpointName,
     parse_attempt,
 )
-from checkpoints.objects import FolderStorage
 from checkpoints.policies import RetentionFunction, Validity, to_remove
 from checkpoints.storage import (
-    PatientStorage,
     Storage,
     patient,
     reason_of,
@@ -188,10 +188,10 @@ def not_retained(
     def look(name: CheckpointName) -> Manifest | LoadError:
         try:
             if history is None:
-                return without_tensors(read_manifest(patient(storage), str(name)))
+                return read_manifest(patient(storage), str(name), parse_without_tensors)
             if (known := history.manifests.get(name)) is not None:
                 return known
-            return history.remember(_without_tensors(storage, name))
+            return history.remember(_manifest_of(storage, name))
         except LoadError as error:
             return error
 
@@ -208,21 +208,30 @@ def not_retained(
     return to_remove(newest_first, keep, manifest_of, validity)
 
 
-def _without_tensors(storage: Storage, name: CheckpointName) -> Manifest:
-    """The manifest of a committed checkpoint, without its tensors. Raises :class:`LoadError`."""
-    inner = storage.inner if isinstance(storage, PatientStorage) else storage
-    if type(inner) is FolderStorage:
-        with contextlib.suppress(OSError):
-            changed_s = inner.modified_s(f"{name}/{MANIFEST}")
-            return _read_before(inner.folder, str(name), changed_s)
-    return without_tensors(read_manifest(patient(storage), str(name)))
+def _manifest_of(storage: Storage, name: CheckpointName) -> Manifest:
+    """The manifest of a committed checkpoint, without its tensors. Raises :class:`LoadError`.
+
+    Read once in a process while the file is unchanged: writers that each save once, such as
+    :func:`checkpoints.save`, would otherwise read the manifests of all checkpoints each time.
+    """
+    changed_s = 0.0  # unknown
+    with contextlib.suppress(OSError):
+        changed_s = storage.modified_s(f"{name}/{MANIFEST}")
+    key = (storage.place, str(name), changed_s)
+    manifest = _READ.get(key)
+    if manifest is None:
+        manifest = read_manifest(patient(storage), str(name), parse_without_tensors)
+        if 0 < changed_s < math.inf:
+            with _READ_LOCK:
+                _READ[key] = manifest
+                if len(_READ) > _MAX_READ:
+                    del _READ[next(iter(_READ))]
+    return manifest
 
 
-@functools.lru_cache(maxsize=1024)
-def _read_before(folder: str, name: str, changed_s: float) -> Manifest:
-    """Shared by all writers of the process, for those that each save once, such as
-    :func:`checkpoints.save`: otherwise each would read the manifests of all checkpoints."""
-    return without_tensors(read_manifest(patient(FolderStorage(folder)), name))
+_MAX_READ = 1024
+_READ: dict[tuple[str, str, float], Manifest] = {}  # by place, name and time of the last change
+_READ_LOCK = threading.Lock()
 
 
 def validity_of(error: LoadError) -> Validity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -16,8 +17,14 @@ from kit.checkpoint_states import same, save_all, small_state
 import checkpoints
 from checkpoints import commit as manifests
 from checkpoints import manifest as manifest_module
-from checkpoints.commit import commit, merge_parts, read_parts
-from checkpoints.manifest import Chunk, ChunkTable, parse_manifest
+from checkpoints.commit import commit, merge_parts, read_manifest, read_parts
+from checkpoints.manifest import (
+    Chunk,
+    ChunkTable,
+    parse_manifest,
+    parse_without_tensors,
+    without_tensors,
+)
 from checkpoints.names import CheckpointName
 from checkpoints.tensors import Region, Span
 from checkpoints.testing import FaultyStorage, MemoryStorage
@@ -342,6 +349,26 @@ def test_parts_of_many_tensors_are_parsed_and_merged_without_objects_for_each(
     assert len(gc.get_objects()) - before < 100 + tracked_dicts(len(state))
     assert 0 < longest < 1000
     assert parse_manifest(text, "manifest.json") == merged
+    assert parse_without_tensors(text, "manifest.json") == without_tensors(merged)
+    assert 0 < longest < 1000
+
+
+def test_a_manifest_without_its_tensors_is_checked_as_a_whole_one() -> None:
+    storage = MemoryStorage()
+    state = {"loss": 1.0, "layers": [{"weight": torch.ones(2)}], "model": {"weight": torch.ones(3)}}
+    name = checkpoints.save(storage, state, step=1, nonce="aa").name
+    whole = read_manifest(storage, str(name))
+    small = read_manifest(storage, str(name), parse_without_tensors)
+    assert small == without_tensors(whole) and not small.tensors and len(whole.tensors) == 2
+    damaged = bytearray(whole.to_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    for data in (
+        bytes(damaged),
+        dataclasses.replace(whole, tree={"dict": {"a": {"tensor": "b"}}}).to_bytes(),
+        dataclasses.replace(whole, tree={"dict": {"a": {"unknown": 1}}}).to_bytes(),
+    ):
+        with pytest.raises(checkpoints.CorruptCheckpoint):
+            parse_without_tensors(data, "manifest.json")
 
 
 def tracked_dicts(nodes: int) -> int:
