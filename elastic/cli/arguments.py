@@ -26,7 +26,6 @@ from elastic.tuning.options import AgentOptions, read_options
 
 _MAX_LISTED = 10  # runs in an error
 _MAX_NEAREST = 3  # names, in a question
-LIST_HINT = "`elastic list` shows the jobs of this machine"
 
 # ----------------------------------------------------------------------------
 # The parser of every command: an error is a ConfigError (exit code 2) with a hint.
@@ -156,23 +155,35 @@ def agent_options(conf: str, environ: Mapping[str, str] = os.environ) -> AgentOp
 def endpoint_of(args: argparse.Namespace) -> str:
     """etcd's endpoint. Raises ConfigError if none is known."""
     find_job(args)
-    if not args.rdzv_endpoint and args.rdzv_id and (runs := local_runs()):
-        raise unknown_run(args.rdzv_id, runs)
-    return _required(args.rdzv_endpoint, "--rdzv-endpoint", "PET_RDZV_ENDPOINT")
+    if not args.rdzv_endpoint and args.rdzv_id:
+        raise unknown_run(args.rdzv_id, local_runs())
+    if not args.rdzv_endpoint:
+        raise ConfigError(
+            "neither --rdzv-endpoint nor PET_RDZV_ENDPOINT is given",
+            hint="pass --rdzv-endpoint HOST:PORT, that of the job's etcd",
+        )
+    return str(args.rdzv_endpoint)
 
 
 def run_id_of(args: argparse.Namespace) -> str:
     """The job's run id. Raises ConfigError if none is given, and this machine does not have exactly
     one job."""
     find_job(args)
-    if not args.rdzv_id and (runs := local_runs()):
-        running = [run for run in runs if run.is_running]
-        if running:
-            has = f"{len(running)} jobs run on this machine: {_listed(running)}"
-        else:
-            has = f"no job runs on this machine; it has run {_listed(runs)}"
+    if args.rdzv_id:
+        return str(args.rdzv_id)
+    runs = local_runs()
+    if running := [run for run in runs if run.is_running]:
+        has = f"{len(running)} jobs run on this machine: {_listed(running)}"
         raise ConfigError(has, hint="name one by its run id")
-    return _required(args.rdzv_id, "--rdzv-id", "PET_RDZV_ID", "; `elastic list` shows them")
+    if runs:
+        has = f"no job runs on this machine; it has run {_listed(runs)}"
+        raise ConfigError(has, hint="name one by its run id")
+    endpoint = args.rdzv_endpoint or "HOST:PORT"
+    raise ConfigError(
+        "neither --rdzv-id nor PET_RDZV_ID is given, and no job has run on this machine",
+        hint="for a job elsewhere give its run id and --rdzv-endpoint; "
+        f"`elastic list --rdzv-endpoint {printable(endpoint, 200)}` shows the run ids",
+    )
 
 
 def find_job(args: argparse.Namespace, *, or_last: bool = False) -> LocalRun | None:
@@ -227,7 +238,7 @@ def unknown_run(name: str, runs: Sequence[LocalRun]) -> ConfigError:
     return ConfigError(
         f"no job {printable(name, 80)} is known on this machine"
         f"{nearest(name, [run.run_id for run in runs])}",
-        hint=f"{LIST_HINT}; for a job elsewhere pass --rdzv-endpoint"
+        hint=f"it has {_listed(runs)} (`elastic list`); for a job elsewhere pass --rdzv-endpoint"
         if runs
         else "for a job elsewhere pass --rdzv-endpoint",
     )
@@ -236,12 +247,6 @@ def unknown_run(name: str, runs: Sequence[LocalRun]) -> ConfigError:
 def _listed(runs: Sequence[LocalRun]) -> str:
     shown = ", ".join(printable(run.run_id, 80) for run in runs[:_MAX_LISTED])
     return f"{shown} and {len(runs) - _MAX_LISTED} more" if len(runs) > _MAX_LISTED else shown
-
-
-def _required(value: str | None, flag: str, variable: str, more: str = "") -> str:
-    if not value:
-        raise ConfigError(f"neither {flag} nor {variable} is given", hint=f"pass {flag}{more}")
-    return value
 
 
 def as_given(flag: str, value: str, environ: Mapping[str, str] = os.environ) -> str:

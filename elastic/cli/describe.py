@@ -30,7 +30,7 @@ from elastic.cli.view import (
     read_job,
     sentence,
 )
-from elastic.errors import SYSTEM_CLOCK, ConfigError, StoreUnreachable
+from elastic.errors import SYSTEM_CLOCK, ConfigError
 from elastic.membership.failures import is_consequence
 from elastic.membership.records import BreakageRecord, Node
 from elastic.telemetry.log import duration, printable, timestamp
@@ -47,17 +47,8 @@ def main(argv: Sequence[str]) -> int:
     args.run, args.name = run_and_name(args.kind, args.words, {run.run_id for run in local_runs()})
     run = find_job(args)
     keys = keys_of(args)
-    try:
-        with job_store(args) as store:
-            view = read_job(store, keys, SYSTEM_CLOCK.wall())
-    except StoreUnreachable as error:
-        if run is None or run.is_running:
-            raise
-        name = printable(run.run_id, 80)
-        raise StoreUnreachable(
-            f"{name} has ended here, and its etcd does not answer: {error.message}",
-            hint=f"from its journals: elastic status {name}, elastic events {name}",
-        ) from None
+    with job_store(args) as store:
+        view = read_job(store, keys, SYSTEM_CLOCK.wall())
     if args.output == "json":
         print(json.dumps(description(view, args.kind, args.name), indent=2))
     else:
@@ -101,7 +92,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         description="Print what etcd records about a node, or an incident that ended a world.",
         epilog="exit codes: 0 success, 2 usage or not found, 69 etcd unreachable or access denied",
     )
-    own.add_argument("kind", choices=("node", "incident"))
+    own.add_argument("kind", type=_kind, metavar="{node,incident}", help="what to describe")
     own.add_argument(
         "words",
         nargs="*",
@@ -112,6 +103,13 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     add_job_arguments(own, environ, run_help="")
     add_output(own, "text", "json")
     return own
+
+
+def _kind(text: str) -> str:
+    if text not in ("node", "incident"):
+        another = ": see elastic checkpoints show FOLDER" if text == "checkpoint" else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is neither node nor incident{another}")
+    return text
 
 
 def describe(view: JobView, kind: str, name: str | None, journal: str = "") -> Iterator[str]:
@@ -200,8 +198,8 @@ def _incident_named(view: JobView, name: str | None) -> BreakageRecord:
     known = ", ".join(str(b.generation) for b in breakages)
     if not breakages:
         raise ConfigError(
-            "etcd has no record of an incident in this job",
-            hint="older ones are in the journals: elastic report FOLDER",
+            f"etcd has no record of an incident of {printable(view.run_id, 80)}",
+            hint=f"older ones are in its journals: elastic report {printable(view.run_id, 80)}",
         )
     if name is None:
         return breakages[-1]

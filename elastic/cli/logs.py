@@ -52,6 +52,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         _note(_incomplete(elsewhere, run))
     if not output.nodes:
         _note(f"no output of {printable(run.run_id, 80)} is kept on this machine")
+    elif args.rank is not None and not any(line.rank == args.rank for line in lines):
+        ranks = sorted({line.rank for line in lines if line.rank is not None})
+        kept = f"ranks {ranks[0]} to {ranks[-1]} have written" if ranks else "no rank has written"
+        _note(f"there is no line of rank {args.rank}: {kept} on this machine")
     if args.follow:
         _follow(output, args, since_s, run, SYSTEM_CLOCK)
     return 0

@@ -41,7 +41,7 @@ COMMANDS = {
     ),
     "report": Command("elastic.cli.report", "show where a run's time went, from its journals"),
     "dashboard": Command("elastic.cli.dashboard", "serve a live page with a job's status"),
-    "describe": Command("elastic.cli.describe", "show a node, an incident, or the last checkpoint"),
+    "describe": Command("elastic.cli.describe", "show a node or an incident of a job"),
     "wait": Command("elastic.cli.wait", "wait until a job is done or reaches a step"),
     "stop": Command("elastic.cli.stop", "save, and train no more until `elastic resume`"),
     "resume": Command("elastic.cli.resume", "let a stopped job go on"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from elastic.cli.arguments import (
 )
 from elastic.cli.jobs import read_jobs
 from elastic.cli.view import (
+    GONE_CONNECT_S,
     JobCondition,
     JobView,
     Reader,
@@ -36,8 +36,6 @@ from elastic.telemetry.runs import is_loopback
 
 # Refresh interval of `elastic status --watch`: each refresh is one read of a few keys.
 STATUS_WATCH_S = 2.0
-# For an etcd on this machine whose job has ended: it most likely ended, too.
-GONE_CONNECT_S = 1.0
 
 # ----------------------------------------------------------------------------
 # A job's status as JSON: the documents of ``elastic status -o json``, ``/api/status`` and
@@ -212,9 +210,6 @@ def main(argv: Sequence[str]) -> int:
     if is_gone and "connect_timeout_s" not in args.rdzv_conf:
         args.rdzv_conf += f",connect_timeout_s={GONE_CONNECT_S:g}"
     keys = keys_of(args)
-    if is_gone and not _listens(args.rdzv_endpoint):  # spares the import of gRPC
-        _show_last_known(args, keys.run_id)
-        return 0
     while True:
         try:
             return _from_store(args, keys, is_gone=is_gone)
@@ -226,18 +221,6 @@ def main(argv: Sequence[str]) -> int:
                 raise
             print(f"elastic: {error.message}", file=sys.stderr)
             SYSTEM_CLOCK.sleep(STATUS_WATCH_S)
-
-
-def _listens(endpoint: str) -> bool:
-    """Whether some process of this machine accepts connections there."""
-    host, _, port = endpoint.rpartition("//")[2].rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), GONE_CONNECT_S).close()
-    except ConnectionRefusedError:
-        return False
-    except (OSError, ValueError):
-        return True  # unclear: the etcd client says what is wrong
-    return True
 
 
 def _from_store(args: argparse.Namespace, keys: Keys, *, is_gone: bool) -> int:

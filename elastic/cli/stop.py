@@ -54,7 +54,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name} still stops after {args.timeout}; see elastic status {name}")
         return TIMED_OUT
     step = f" at step {view.step} or later" if view.step is not None else ""
-    print(f"{name} is stopped{step}; elastic resume {name} lets it go on")
+    # An embedded etcd ends with its job, and with it the record of the stop.
+    here = (
+        ", or starting it again if its etcd was embedded" if is_loopback(endpoint_of(args)) else ""
+    )
+    print(f"{name} is stopped{step}; elastic resume {name} lets it go on{here}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,8 +14,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Protocol
 
-from elastic.cli.arguments import endpoint_of, options_of, run_id_of
-from elastic.errors import ConfigError, RecordError, StoreRefused
+from elastic.cli.arguments import endpoint_of, find_job, options_of, run_id_of
+from elastic.errors import ConfigError, RecordError, StoreRefused, StoreUnreachable
 from elastic.membership.progress import JobProgress, decode_progress
 from elastic.membership.records import (
     BreakageRecord,
@@ -30,6 +31,7 @@ from elastic.membership.records import (
 )
 from elastic.store.keyvalue import Entry, KeyValue, Snapshot
 from elastic.telemetry.log import duration, printable
+from elastic.telemetry.runs import LocalRun, is_loopback
 from elastic.tuning.intervals import (
     PROGRESS_S,
     RECENT_LOSS_S,
@@ -46,6 +48,8 @@ UNKNOWN_CAUSE = "cause unknown"
 SILENT_SCRIPT_S = 120.0
 # A command logs that it is connecting to etcd if that takes longer: it may take connect_timeout_s.
 SAY_CONNECTING_S = 1.0
+# For an etcd on this machine whose job has ended: it most likely ended, too.
+GONE_CONNECT_S = 1.0
 
 # ----------------------------------------------------------------------------
 # Connects a read-only command to the store of the job named on the command line.
@@ -62,6 +66,15 @@ def job_store(args: argparse.Namespace, *, reports_delay: bool = True) -> Iterat
 
     ``reports_delay``: print a line to stderr if etcd does not answer within SAY_CONNECTING_S.
     """
+    run = find_job(args)
+    if run is not None and ended_with_its_etcd(run):
+        name = printable(run.run_id, 80)
+        raise StoreUnreachable(
+            f"{name} has ended here, and its etcd does not answer: {run.endpoint} refuses "
+            "connections",
+            hint=f"from its journals: elastic status {name}, elastic events {name}; to continue "
+            "it, start it again as before",
+        )
     # Imported here: gRPC and protobuf take longer than all that a command without etcd does.
     from elastic.store.client import etcd_config
     from elastic.store.etcd import EtcdStore
@@ -77,6 +90,21 @@ def job_store(args: argparse.Namespace, *, reports_delay: bool = True) -> Iterat
         yield store
     finally:
         store.close()
+
+
+def ended_with_its_etcd(run: LocalRun) -> bool:
+    """Whether no agent of the job is left, and no process listens where its etcd was on this
+    machine. Spares the import of gRPC, and the wait for an embedded etcd that has ended."""
+    if run.is_running or not is_loopback(run.endpoint):
+        return False
+    host, _, port = run.endpoint.rpartition("//")[2].rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), GONE_CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):  # unclear: the etcd client says what is wrong
+        return False
+    return False
 
 
 @contextmanager

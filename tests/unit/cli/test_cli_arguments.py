@@ -60,7 +60,10 @@ def test_missing_and_malformed_values_name_the_flag_and_the_variable() -> None:
     nothing = parsed(environ={})
     with pytest.raises(ConfigError, match="neither --rdzv-endpoint nor PET_RDZV_ENDPOINT"):
         endpoint_of(nothing)
-    with pytest.raises(ConfigError, match="neither --rdzv-id nor PET_RDZV_ID"):
+    with pytest.raises(
+        ConfigError,
+        match="neither --rdzv-id nor PET_RDZV_ID is given, and no job has run on this machine",
+    ):
         run_id_of(nothing)
     assert options_of(nothing, {}).prefix == options_of(parsed("--rdzv-conf=,"), {}).prefix
     for text in ("prefix", "prefix=", "=/ours"):

@@ -575,6 +575,8 @@ def test_a_node_is_described(
     assert "name:          n2\n" in output and "state:         training\n" in output
     assert cli("describe", "node", "n9") == 2
     assert "live nodes: n1, n2, n3" in capsys.readouterr().err
+    assert cli("describe", "checkpoint") == 2
+    assert "elastic checkpoints show FOLDER" in capsys.readouterr().err
     assert cli("describe", "node") == 2
     capsys.readouterr()
     assert cli("describe", "node", "n4") == 2

@@ -416,7 +416,10 @@ def test_invalid_settings_are_rejected_before_the_server_starts(
     assert main(["dashboard", "--journal", str(tmp_path / "none")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert main(["dashboard", "--rdzv-endpoint=e:1"]) == 2
-    assert "neither --rdzv-id nor PET_RDZV_ID" in capsys.readouterr().err
+    assert (
+        "neither --rdzv-id nor PET_RDZV_ID is given, and no job has run on this machine"
+        in capsys.readouterr().err
+    )
     nowhere = ["--host=192.0.2.1", *token(tmp_path)]
     assert main(["dashboard", "--journal", str(tmp_path), *nowhere]) == 2
     assert "could not be bound" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_after_the_job_and_its_etcd_commands_read_the_journals(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("elastic.cli.status.job_store", None)  # gRPC takes as long as all else
+    monkeypatch.setitem(sys.modules, "elastic.store.client", None)  # gRPC takes as long as all else
     monkeypatch.chdir(demo.parent)
     Path("demo").mkdir(exist_ok=True)  # such as its checkpoints
     assert main(["status", *name]) == 0
@@ -61,13 +62,21 @@ def test_after_the_job_and_its_etcd_commands_read_the_journals(
     assert capsys.readouterr().out.startswith("# Run demo")
 
 
-def test_an_ended_job_whose_etcd_is_gone_is_not_described_but_its_journals_are_named(
-    demo: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command", [["describe", "incident"], ["resume"], ["stop"], ["wait", "--for=done"], ["profile"]]
+)
+def test_commands_that_need_the_etcd_of_an_ended_job_name_its_journals_at_once(
+    demo: Path,
+    command: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert main(["describe", "incident", "demo", "--rdzv-conf=connect_timeout_s=0.1"]) == 69
+    monkeypatch.setitem(sys.modules, "elastic.store.client", None)  # gRPC, and ten seconds
+    assert main([*command, "demo"]) == 69
     error = capsys.readouterr().err
-    assert "demo has ended here, and its etcd does not answer" in error
+    assert f"demo has ended here, and its etcd does not answer: {GONE} refuses" in error
     assert "from its journals: elastic status demo, elastic events demo" in error
+    assert "to continue it, start it again as before" in error
 
 
 def test_frequent_events_are_counted_unless_they_are_asked_for(
@@ -92,7 +101,7 @@ def test_a_misspelled_run_shows_those_that_exist(
         assert main([command, "dmo"]) == 2
         error = capsys.readouterr().err
         assert "no job dmo is known on this machine, did you mean 'demo'?" in error
-        assert "`elastic list` shows the jobs of this machine" in error
+        assert "it has demo (`elastic list`)" in error
 
 
 def test_without_a_name_the_running_job_is_meant_or_else_the_last(

@@ -71,6 +71,8 @@ def test_lines_of_several_workers_are_in_order_of_time_with_their_origin(
     assert printed(capsys) == printed(capsys, RUN) == everything
     assert printed(capsys, "--node=a") == ["[a r0] one", *log]
     assert printed(capsys, "--rank=1") == ["[b r1] two", "[b r1] three"]
+    assert main(["logs", "--rank=9"]) == 0
+    assert "no line of rank 9: ranks 0 to 1 have written" in capsys.readouterr().err
     assert printed(capsys, "--tail=2") == everything[-2:]
     assert printed(capsys, "--tail=0") == []
 
