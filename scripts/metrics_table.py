@@ -51,7 +51,7 @@ curl -s localhost:8471/metrics
 There is one port per node, for any number of workers, and none without
 `ELASTIC_HEALTH_PORT`. Without prometheus-client the agent runs as usual, and `/metrics` answers
 501: {NEEDS_EXTRA}. On Kubernetes the images have it, and `--with monitoring` adds a PodMonitor,
-alerts and a dashboard: [the runbook](../deploy/README.md#monitoring).
+alerts and a dashboard: [the runbook](../deploy/options.md#monitoring).
 
 A scrape reads copies and takes no lock, so an agent whose threads hang still responds. Workers do
 no additional work per step: they send their agent the same data that they write into the

@@ -40,7 +40,7 @@ _LONGEST_NAME = 32
 _NAME = re.compile(rf"[a-z]([a-z0-9-]{{0,{_LONGEST_NAME - 2}}}[a-z0-9])?")
 # The StatefulSet's partition, which holds changed templates back: deploy/base/workers.yaml.
 _MAX_NODES = 1_000_000
-# Names of etcd administrators (deploy/README.md, A role for each job).
+# Names of etcd administrators (deploy/options.md, A role for each job).
 _ADMINISTRATORS = ("root", "etcd-client")
 # torchrun's default, with which an agent of several nodes refuses to start (launcher/handler.py).
 _NO_RUN_ID = "none"

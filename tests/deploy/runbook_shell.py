@@ -1,4 +1,4 @@
-"""The commands of deploy/README.md: read from its fenced blocks, and run against a model.
+"""The commands of the runbook (the pages of deploy/): read from fenced blocks, run against a model.
 
 A shell that knows ``kubectl`` and ``elastic kube render`` (the real one), as far as the runbook
 needs them. An unknown command is an error, unless NEEDS_A_CLUSTER names it with the reason.
@@ -21,6 +21,10 @@ from manifests import DEPLOY, Object, kustomize
 
 from elastic.cli import main
 
+# The pages of the runbook, one after the other.
+RUNBOOK = "\n".join(
+    (DEPLOY / name).read_text() for name in ("README.md", "failures.md", "options.md")
+)
 KINDS = {
     "statefulset": "StatefulSet",
     "job": "Job",

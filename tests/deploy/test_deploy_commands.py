@@ -18,6 +18,7 @@ from kube_control_plane import ControlPlane
 from manifests import COMPONENT, DEPLOY, NAMESPACES, Object
 from runbook_shell import (
     NEEDS_A_CLUSTER,
+    RUNBOOK,
     Command,
     Failed,
     Shell,
@@ -27,7 +28,6 @@ from runbook_shell import (
 )
 from statefulset_controller import Pod
 
-RUNBOOK = (DEPLOY / "README.md").read_text()
 COMMANDS = tuple(commands(RUNBOOK))
 FROM_NOTHING = {"Running on Kubernetes", "First run", "Without cert-manager", "Images"}
 # Sections whose blocks are alternatives, not steps.
@@ -123,8 +123,8 @@ def without_cert_manager(place: Place) -> None:
     """Apply the flag that the section names to the overlay."""
     place.cluster.unknown = {"cert-manager.io"}
     (first_run,) = [c for c in COMMANDS if c.section == "First run" and c.words[0] == "elastic"]
-    _, _, section = RUNBOOK.partition("### Without cert-manager")
-    (flag,) = re.findall(r"`(--with [\w-]+)`", section.partition("\n### ")[0])
+    _, _, section = RUNBOOK.partition("## Without cert-manager")
+    (flag,) = re.findall(r"`(--with [\w-]+)`", section.partition("\n## ")[0])
     words = (*first_run.words[:3], *flag.split(), *first_run.words[3:])
     place.shell.run(replace(first_run, words=words))
 

@@ -19,6 +19,7 @@ import yaml
 from cert_manager import write_secrets
 from container import why_not
 from manifests import DEPLOY, Object, Pod, Rendered
+from runbook_shell import RUNBOOK
 
 from elastic.store.embedded import find_binary
 
@@ -104,8 +105,7 @@ def upkeep(prod: Rendered, folder: Path) -> dict[str, list[str]]:
 
 def roles() -> list[list[str]]:
     """The runbook's commands for a role of each job, as arguments of etcdctl."""
-    runbook = (DEPLOY / "README.md").read_text()
-    section = runbook.partition("## Several jobs in a namespace")[2].partition("\n## ")[0]
+    section = RUNBOOK.partition("## Several jobs in a namespace")[2].partition("\n## ")[0]
     commands = re.findall(r"kubectl -n \$N exec etcd-0 -- etcdctl ([^\n`]+)", section)
     return [command.split() for command in commands]
 

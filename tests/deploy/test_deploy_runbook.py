@@ -8,12 +8,11 @@ from collections.abc import Callable
 
 import pytest
 from manifests import DEPLOY, OWN_CERTIFICATES, RESTORE, Rendered
+from runbook_shell import RUNBOOK
 
 from elastic import errors
 from elastic.cli import arguments
 from elastic.tuning.intervals import checkpoint_budget_s
-
-RUNBOOK = (DEPLOY / "README.md").read_text()
 
 
 @pytest.fixture
