@@ -1286,7 +1286,7 @@ class NodeService:
         """Let the others continue without this node. Safe in a signal handler."""
         state = NodeState.FAILED if failed else NodeState.LEAVING
         self._context.post(ChangeNode(lambda node: replace(node, state=state)))
-        self._journal.emit(NodeLeaving(reason=reason))
+        self._journal.emit(NodeLeaving(reason=reason, failed=failed))
 
     def finished(self) -> None:
         """This node's workers succeeded."""

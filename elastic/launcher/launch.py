@@ -86,6 +86,7 @@ from elastic.telemetry.runs import (
     script_in,
     while_it_runs,
 )
+from elastic.tracebacks import for_a_line
 from elastic.tuning.environment import MODE
 from elastic.tuning.intervals import (
     FINISH_WITHOUT_STORE_S,
@@ -173,11 +174,18 @@ def why_left(failure: BaseException | None) -> str:
     if isinstance(failure, KeyboardInterrupt):
         return "interrupted"
     if isinstance(failure, ChildFailedError):
-        return "its workers failed"
+        first = torch_agent.first_failure(failure)
+        assert first is not None  # torch raises it for failures
+        how = for_a_line(first.text.strip()) if first.text else f"exit code {first.exit_code}"
+        return f"its workers failed: {_first_line(how)}"
     if isinstance(failure.__cause__, ElasticError):  # (the exception is the launcher's)
         return failure.__cause__.message[:200]
-    text = str(failure).strip().partition("\n")[0]
-    return f"{type(failure).__name__}: {text[:200]}" if text else type(failure).__name__
+    text = _first_line(str(failure))
+    return f"{type(failure).__name__}: {text}" if text else type(failure).__name__
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:200]
 
 
 def _with_exit_code(kind: type[RendezvousError]) -> type[RendezvousError]:

@@ -311,7 +311,7 @@ def _describe(agent: Any, run_result: Any) -> CallingAgent:
             nproc=int(spec.local_world_size),
             role=str(spec.role),
             max_restarts=int(spec.max_restarts),
-            failure=_first_failure(run_result),
+            failure=first_failure(run_result),
             runs_function=callable(spec.entrypoint),
             start_method=str(agent._start_method),
             event_log_handler=str(spec.event_log_handler),
@@ -321,7 +321,9 @@ def _describe(agent: Any, run_result: Any) -> CallingAgent:
         raise _differs(str(error)) from error
 
 
-def _first_failure(run_result: Any) -> WorkerFailure | None:
+def first_failure(run_result: Any) -> WorkerFailure | None:
+    """The failure that came first among those of a result of torchrun's agent, or of its
+    ``ChildFailedError``."""
     failures = list(getattr(run_result, "failures", {}).values())
     if not failures:
         return None

@@ -705,7 +705,8 @@ class RunReport:
     outcome_reason: str
     exit_code: int | None
     has_finished: bool  # all workers of the newest world succeeded, even if no end was recorded
-    have_left: bool  # all nodes: stopped, preempted, interrupted
+    have_left: bool  # all nodes: stopped, preempted, interrupted, or their workers failed
+    left_because: str  # their workers failed: the first error, and its node
     timeline: Timeline
     curves: tuple[Curve, ...]
     incidents: tuple[IncidentReport, ...]
@@ -749,6 +750,7 @@ def report_of(
         exit_code=exit_code,
         has_finished=_has_finished(records),
         have_left=have_left(records),
+        left_because=_failure_that_ended(records),
         timeline=timeline_of(goodput, marks, limits.timeline),
         curves=tuple(curves_of(records, most_curves=limits.curves, most_points=limits.points)),
         incidents=tuple(incident_reports(goodput.incidents, records, checkpoints)),
@@ -763,6 +765,16 @@ def _outcome(records: Sequence[JournalRecord]) -> tuple[str, str, int | None]:
     if ended is None:
         return "", "", None
     return ended.text("outcome"), ended.text("reason"), ended.whole("exit_code")
+
+
+def _failure_that_ended(records: Sequence[JournalRecord]) -> str:
+    """Why a node without another start of its workers left the last world that trained, and the
+    others then left, too."""
+    formed = (r.time_s for r in records if r.name == "world-formed" and r.text("state") == "active")
+    last_s = max(formed, default=0.0)
+    left = (r for r in records if r.name == "node-leaving" and r.data.get("failed") is True)
+    first = next((r for r in left if r.time_s >= last_s), None)
+    return f"{printable(first.node, 60)}: {printable(first.text('reason'), 300)}" if first else ""
 
 
 def _has_finished(records: Sequence[JournalRecord]) -> bool:
@@ -788,6 +800,8 @@ def _ended(report: RunReport) -> str:
         return f"The job failed after {took}{f': {reason}' if reason else ''}."
     if report.has_finished:
         return f"All workers finished, but no agent recorded the end of the job; it took {took}."
+    if report.have_left and report.left_because:
+        return f"All nodes left the job after {took}: {report.left_because.rstrip('.')}."
     if report.have_left:
         return f"All nodes left the job, stopped or preempted, after {took}; a restart resumes it."
     return f"The job is still running, or ended without a final event; its journals cover {took}."

@@ -112,9 +112,10 @@ class NodeFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLeaving(Event):
-    """This node was asked to leave."""
+    """This node was asked to leave, or its workers failed and are not started again."""
 
-    reason: str  # the origin of the request
+    reason: str  # the origin of the request, or the first error
+    failed: bool = False  # without a request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import torch_elastic_harness
-from elastic.launcher.torch_agent import WorkerFailure, _first_failure
+from elastic.launcher.torch_agent import WorkerFailure, first_failure
 
 TIMEOUT_S = 240.0
 CHILD = """
@@ -181,9 +181,9 @@ def test_the_root_cause_is_selected_among_the_failed_workers_of_a_node(tmp_path:
 
     def first(*texts: str | None) -> WorkerFailure | None:
         failures = {r: ended(tmp_path, r, text, 100 + r) for r, text in enumerate(texts)}
-        return _first_failure(RunResult(WorkerState.FAILED, failures=failures))
+        return first_failure(RunResult(WorkerState.FAILED, failures=failures))
 
     assert first(closed, own, closed) == WorkerFailure(text=own, exit_code=1)
     assert first(closed, closed) == WorkerFailure(text=closed, exit_code=1)
     assert first(closed, None) == WorkerFailure(text=None, exit_code=-9)
-    assert _first_failure(RunResult(WorkerState.SUCCEEDED)) is None
+    assert first_failure(RunResult(WorkerState.SUCCEEDED)) is None

@@ -29,7 +29,18 @@ from elastic.errors import (
 from elastic.launcher.launch import ending, failed_without_restart, why_left
 from elastic.launcher.torch_agent import Launcher, WorkerFailure
 
+TRACEBACK = """Traceback (most recent call last):
+  File "/home/a/t.py", line 3, in <module>
+    fail()
+ValueError: boom"""
 FAILURE = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="<N/A>")
+RAISED = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="<N/A>")
+RAISED.error_file_data = {
+    "message": {
+        "message": "ValueError: boom",
+        "extraInfo": {"py_callstack": TRACEBACK, "timestamp": "1"},
+    }
+}
 ENDINGS = [
     (JobSucceeded("done"), RendezvousClosedError, 0),
     (JobFailed("failed"), RendezvousClosedError, 1),
@@ -70,7 +81,11 @@ def test_a_command_line_exits_with_the_code_unless_it_is_caught(
     [
         (None, "its workers ended without having joined the job"),
         (KeyboardInterrupt(), "interrupted"),
-        (ChildFailedError("train.py", {0: FAILURE}), "its workers failed"),
+        (ChildFailedError("train.py", {0: FAILURE}), "its workers failed: exit code 1"),
+        (
+            ChildFailedError("train.py", {0: RAISED}),
+            "its workers failed: ValueError: boom (t.py:3)",
+        ),
         (RuntimeError("no\nmore"), "RuntimeError: no"),
         (RuntimeError(), "RuntimeError"),
     ],

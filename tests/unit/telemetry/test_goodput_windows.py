@@ -197,6 +197,23 @@ def test_a_job_that_all_nodes_left_is_neither_running_nor_failed(
     assert ("There were no interruptions." in report.sentence) is leave
 
 
+def test_a_job_that_its_nodes_left_because_the_script_failed_begins_with_the_error(
+    tmp_path: Path,
+) -> None:
+    """As under torchrun, which by default starts no worker again."""
+    agent = MadeUpProcess("node-0", "agent")
+    world = {"mode": "restart", "generation": 1, "nodes": ["node-0"], "size": 1}
+    agent.write(1.0, "world-formed", state="active", cause="first", **world)
+    agent.write(2.0, "node-leaving", reason="its workers failed: ValueError: boom", failed=True)
+    for generation, nodes in ((2, ["node-1"]), (3, [])):
+        world |= {"generation": generation, "nodes": nodes, "size": len(nodes)}
+        agent.write(2.0 + generation, "world-formed", state="paused", cause="paused", **world)
+    (tmp_path / agent.path).write_text("\n".join(agent.lines) + "\n")
+    sentence = report_of(merge(*read_folder(tmp_path))).sentence
+    assert sentence.startswith("All nodes left the job after ")
+    assert ": node-0: its workers failed: ValueError: boom." in sentence
+
+
 def test_training_is_not_paused_while_one_node_restarts_its_worker(tmp_path: Path) -> None:
     """node-1's worker is killed; its replacement joins 30 s later, while node-0 trains."""
     agent = MadeUpProcess("node-0", "agent")
