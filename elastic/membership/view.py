@@ -723,6 +723,8 @@ def _failure(node: Node) -> str:
         return f"{node.name} failed: {line}"
     if node.failure_exit_code:
         return f"{node.name} failed with exit code {node.failure_exit_code}"
+    if node.state is NodeState.FAILED:
+        return f"{node.name} failed, and leaves"
     return f"{node.name} left generation {node.arrived_for}"
 
 

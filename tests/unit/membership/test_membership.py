@@ -476,6 +476,10 @@ def test_the_reason_is_one_line_for_any_failure_text() -> None:
     )
     stopped = proposal(view(world("n1", "n2"), runs("n1"), out("n2", failure="\n")))
     assert stopped.reason == "n2 left generation 7"
+    gone = seen(replace(node("n2"), state=NodeState.FAILED))
+    assert proposal(view(world("n1", "n2"), runs("n1"), gone)).reason.startswith(
+        "n2 failed, and leaves;"
+    )
 
 
 def test_a_member_that_has_not_adopted_the_world_yet_is_no_failure() -> None:
