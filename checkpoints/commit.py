@@ -67,7 +67,8 @@ def read_manifest(
     if parsed is None:
         raise CheckpointNotFound(
             f"{name!r} is not the name of a checkpoint",
-            hint="Names look like step-000001200.g7.3f9c; list_checkpoints() lists them.",
+            hint="Names look like step-000001200.g7.3f9c; list_checkpoints(), or "
+            f"`elastic checkpoints ls {storage.place}`, lists them.",
         )
     file = f"{name}/{MANIFEST}"
     with reading(f"{storage.place}/{name}"):

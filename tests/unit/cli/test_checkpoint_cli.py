@@ -149,6 +149,8 @@ def test_export_and_import_round_trip(
 def test_usage_errors_are_explained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "show", str(folder), name_of(99)]) == 65
     assert "there is no checkpoint" in capsys.readouterr().err
+    assert main(["checkpoints", "show", str(folder), "newest"]) == 65
+    assert f"`elastic checkpoints ls {folder}`, lists them" in capsys.readouterr().err
     assert main(["checkpoints", "shwo", str(folder)]) == 2
     capsys.readouterr()
     missing = str(folder / "missing.pt")
