@@ -51,6 +51,12 @@ _CONTAINERS = frozenset(
     | {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like"}
 )
 _ADDS = frozenset({"append", "appendleft", "extend", "insert", "add", "update"})
+_REMOVES = frozenset({"pop", "popleft", "popitem"})
+# Of random, NumPy and the standard library: the first argument.
+_CHANGES_ARGUMENT = frozenset(
+    {"shuffle", "heapify", "heappop", "heappush", "heappushpop", "heapreplace"}
+    | {"insort", "insort_left", "insort_right", "copyto"}
+)
 _REPLACES = frozenset({"clear", "zero_", "fill_", "copy_"})
 _OF_WEIGHTS = frozenset({"parameters", "named_parameters", "buffers", "state_dict"})
 
@@ -94,7 +100,7 @@ def refuse_carried(
                 continue
             if carried.use is not None:
                 raise _refusal(carried, carried.use, function, is_in_retry=last is None)
-            if carried.name not in function.iterators:
+            if carried.name not in {*function.iterators, *function.generators}:
                 reported.append(carried)
     return reported
 
@@ -142,6 +148,13 @@ def _refusal(
             f"item values[{state} % len(values)] and {state} += 1"
         )
         changed = f"the position of {name}"
+    elif carried.name in function.generators:
+        keeps = (
+            f"run.track({key}={name}), before training, if all ranks draw the same numbers from "
+            "it; otherwise draw from torch's, NumPy's or random's default generator, which have a "
+            "seed for each step and rank"
+        )
+        changed = f"what {name} draws next"
     elif carried.name in function.buffers:
         keeps = (
             f"make it a buffer of its module, register_buffer({key!r}, …), with the same value on "
@@ -388,13 +401,22 @@ def _stored(statement: ast.stmt) -> list[str]:
 
 
 def _changed_in_place(statement: ast.stmt) -> list[str]:
+    names: list[str] = []
     if isinstance(statement, (ast.Assign, ast.AugAssign, ast.Delete)):
         is_one = isinstance(statement, ast.AugAssign)
         targets = [statement.target] if is_one else statement.targets  # type: ignore[union-attr]
-        return [_root(t) for t in targets if isinstance(t, ast.Subscript)]
-    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
-        return []
-    return [_receiver(call) for call in _chain(statement.value) if _is_in_place(call)]
+        names += [_root(t) for t in targets if isinstance(t, ast.Subscript)]
+    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        names += [_receiver(call) for call in _chain(statement.value) if _is_in_place(call)]
+    value = getattr(statement, "value", None)
+    for call in walk(value) if isinstance(value, ast.expr) else ():
+        if not isinstance(call, ast.Call):
+            continue
+        if isinstance(call.func, ast.Attribute) and call.func.attr in _REMOVES:
+            names.append(_receiver(call))
+        elif call.args and _name_of(call.func) in _CHANGES_ARGUMENT:
+            names.append(_root(call.args[0]))
+    return names
 
 
 def _chain(call: ast.Call) -> Iterator[ast.Call]:

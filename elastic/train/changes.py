@@ -20,7 +20,6 @@ import contextlib
 import functools
 import hashlib
 import linecache
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,6 @@ from types import (
 )
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -54,6 +52,7 @@ from elastic.train.checks import (
     variables,
     warn_of_local_state,
 )
+from elastic.train.generators import GENERATORS, GeneratorState, state_of
 from elastic.train.hooks import Hook
 from elastic.train.inlining import is_stateless, plain_name
 from elastic.train.state import JobState
@@ -416,7 +415,8 @@ class ChangeDetector(Hook):
         """Ids of the job's state: wrapped modules, tracked objects and what they hold."""
         job = self._job
         inside = [m for module in modules for m in module.modules()]
-        objects = (*job.all_tracked.values(), *job.local.values(), job.user)
+        objects: list[Any] = [*job.all_tracked.values(), *job.local.values(), job.user]
+        objects += [o.generator for o in objects if isinstance(o, GeneratorState)]
         tracked = [("", one) for one in objects]
         held = [one for _, one in reachable(tracked)]
         return frozenset(map(id, [*job.modules.values(), *inside, *objects, *held]))
@@ -621,7 +621,6 @@ def _hint(path: str, one: object, owner: object, what: str) -> str:
 _CHANGES = 3  # in a row
 # Running means of a frozen model are part of how it is used.
 _WITHOUT_BUFFERS = frozenset({"torch", "torchvision", "torchmetrics"})
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SAME = 1e-6  # relative difference of two moves of a number: rounding
 
 
@@ -674,7 +673,7 @@ def _is_close(one: float, other: float) -> bool:
 
 def _facts(path: str, one: Any, assigned: frozenset[str]) -> Iterator[_Fact]:
     """``assigned``: the global variables that functions of the script assign."""
-    if isinstance(one, _GENERATORS):
+    if isinstance(one, GENERATORS):
         yield from _state(path, one)
     elif isinstance(one, nn.Module):
         yield from _buffers(path, one)
@@ -690,12 +689,8 @@ def _state(path: str, one: Any) -> Iterator[_Fact]:
         if one.device.type != "cpu":
             return
         state, seed = hash(one.get_state().numpy().tobytes()), one.initial_seed()
-    elif isinstance(one, np.random.Generator):
-        state = hash(repr(one.bit_generator.state))
-    elif isinstance(one, np.random.RandomState):
-        state = hash(repr(one.get_state(legacy=False)))
     else:
-        state = hash(one.getstate())
+        state = hash(repr(state_of(one)))
     # It may be seeded in each step: then its numbers do not depend on what it drew before.
     yield _Fact(path, (state,), "draws random numbers in every step", _DRAW, id(one) ^ seed)
 

@@ -53,7 +53,7 @@ from elastic.train.untracked import saved_optimizers
 
 # The instruction that removes a loop's iterator: POP_ITER since Python 3.14.
 _REMOVES_ITERATOR = {dis.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in dis.opmap}
-_OWN = (
+OWN = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     contextlib.__file__,
 )
@@ -61,7 +61,7 @@ _OWN = (
 
 def is_own(code: CodeType) -> bool:
     """Whether code is part of this package, or of contextlib, which it uses."""
-    return code.co_filename.startswith(_OWN)
+    return code.co_filename.startswith(OWN)
 
 
 def is_left_on_purpose() -> bool:

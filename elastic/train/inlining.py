@@ -19,6 +19,7 @@ import gc
 import inspect
 import itertools
 import os
+import sys
 import sysconfig
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from torch.utils.data import DataLoader
 
 from elastic.train.checks import (
     LIBRARIES,
+    OWN,
     Loop,
     attempts_around,
     is_own,
@@ -51,6 +53,7 @@ from elastic.train.checks import (
     tree_of_file,
 )
 from elastic.train.ddp import ElasticDDP
+from elastic.train.generators import GENERATORS
 from elastic.train.syntax import Transformer, children, copied, walk
 
 _DEPTH = 6  # calls inside each other
@@ -66,6 +69,7 @@ KEEPERS = frozenset({"track", "wrap", "loader", "shard", "build", "prepare", "se
 _OF_MODULES = frozenset(vars(nn.Module()))
 _PAUSES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _CONSTANTS = (bool, int, float, str)
+_SEEDS = frozenset({"manual_seed", "seed", "set_state", "setstate"})
 _BARS = frozenset({"tqdm", "track"})  # tqdm's and rich's, around enumerate(loader)
 _ELEMENTS = 16  # of a loop over callbacks
 _SEARCHED = 200  # objects that an iterator may refer to
@@ -79,6 +83,7 @@ class Inlined:
     loops: list[Loop]  # around the current line, the outermost first
     code: CodeType  # of the innermost call
     iterators: Collection[str]  # variables that stand for the positions of iterators
+    generators: Collection[str]  # and of generators of random numbers
     buffers: Collection[str]  # variables that stand for tensors of modules
 
 
@@ -315,6 +320,7 @@ class _Inliner:
         self._calls = self._statements = 0
         self._loops: list[Loop] = []
         self._iterators: set[str] = set()
+        self._generators: set[str] = set()
         self._buffers: set[str] = set()
         self.depth = 0
 
@@ -340,7 +346,9 @@ class _Inliner:
         root.body[:0] = containers
         innermost = self._frames[self.depth - 1].f_code
         ast.fix_missing_locations(tree)
-        return Inlined(tree, self._loops, innermost, self._iterators, self._buffers)
+        return Inlined(
+            tree, self._loops, innermost, self._iterators, self._generators, self._buffers
+        )
 
     def _enter(self, frame: FrameType, tree: ast.AST, caller: _Call | None) -> _Call:
         """Begin with the function of the next frame."""
@@ -383,9 +391,9 @@ class _Inliner:
         index = self._index(node, call) if isinstance(node, ast.For) else []
         owner, created = self._created_by(node, call)
         expressions = _Expressions(self, call)
-        expressions.is_inner = (node.end_lineno or 0) < call.first_line
+        expressions.is_inner = expressions.is_elsewhere = (node.end_lineno or 0) < call.first_line
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            expressions.is_inner = True
+            expressions.is_inner = expressions.is_elsewhere = True
             yield expressions.visit(node)
             return
         for name, value in ast.iter_fields(node):
@@ -578,8 +586,10 @@ class _Inliner:
         if isinstance(owner, nn.Module):
             has_own_state = type(owner).get_extra_state is not nn.Module.get_extra_state
             return not has_own_state
-        if id(owner) in self._saved or isinstance(owner, (type, ModuleType, FunctionType)):
+        if id(owner) in self._saved:
             return False
+        if isinstance(owner, (type, ModuleType, FunctionType)):
+            return _is_written_in_script(owner)
         return hasattr(owner, "__dict__") and not is_stateless(type(owner).__module__)
 
     def attribute_of(self, node: ast.Call, call: _Call) -> ast.expr:
@@ -623,6 +633,39 @@ class _Inliner:
         name = self.name((id(value), ""), ast.unparse(node))
         self._iterators.add(name)
         return _advance(name, f"next({ast.unparse(node)})", node)
+
+    def draw(self, node: ast.Call, call: _Call) -> ast.stmt | None:
+        """A statement that advances, or seeds, a generator of random numbers that nothing saves:
+        one whose method a call executes, or that it passes to a library by keyword. The call then
+        reads a variable in its place."""
+        function, _, _ = self._method(node.func, call)
+        is_script = function is not None and _is_of_script(function.__code__)
+        places: list[Any] = [] if is_script else [*node.keywords]
+        method = node.func if isinstance(node.func, ast.Attribute) else None
+        if method is not None:
+            places.append(method)
+        for place in places:
+            generator = place.value
+            if not self._is_generator(generator, call):
+                continue
+            text = ast.unparse(node)
+            name = self.name((id(self.value(generator, call)), ""), ast.unparse(generator))
+            place.value = _located(ast.Name(name, ast.Load()), generator)
+            place.value.is_renamed = True
+            if place is method and place.attr in _SEEDS:
+                seeds = ast.Tuple([*node.args, *(k.value for k in node.keywords)], ast.Load())
+                return _assignment(name, copied(seeds), node)
+            self._generators.add(name)
+            return _advance(name, text, node)
+        return None
+
+    def _is_generator(self, node: ast.expr, call: _Call) -> bool:
+        value = self.value(node, call)
+        return (
+            isinstance(value, GENERATORS)
+            and id(value) not in self._saved
+            and value is not torch.default_generator
+        )
 
     def cycle(self, node: ast.Call, call: _Call) -> tuple[ast.Assign, ast.AugAssign] | None:
         """Statements that create and advance ``cycle(…)`` in the head of a loop."""
@@ -766,7 +809,8 @@ class _Expressions(Transformer):
         self._call = call
         self.before: list[ast.stmt] = []
         self.advanced: list[ast.stmt] = []  # in each iteration of a loop
-        self.is_inner = False  # it may be executed elsewhere, or never
+        self.is_inner = False  # it may be executed elsewhere, never, or several times
+        self.is_elsewhere = False  # it may be executed elsewhere, or never
         self.is_head = False  # of a loop
 
     def _inner(self, node: ast.expr) -> ast.expr:
@@ -775,7 +819,13 @@ class _Expressions(Transformer):
         self.is_inner = before
         return node
 
-    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _inner
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _inner
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
+        before, self.is_elsewhere = self.is_elsewhere, True
+        self._inner(node)
+        self.is_elsewhere = before
+        return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         is_true = self._inliner.decided(node, self._call)
@@ -788,6 +838,8 @@ class _Expressions(Transformer):
         return node
 
     def visit_Name(self, node: Any) -> Any:
+        if hasattr(node, "is_renamed"):
+            return node
         if self.is_head and (position := self._position(node, self.advanced)):
             return position
         node.id = self._inliner.variable(node.id, self._call)
@@ -811,6 +863,8 @@ class _Expressions(Transformer):
             return _located(ast.Name(cycle[1].target.id, ast.Load()), node)  # type: ignore[union-attr]
         if isinstance(node.func, ast.Call):
             node.func = self._inliner.attribute_of(node.func, self._call)
+        if not self.is_elsewhere and (drawn := self._inliner.draw(node, self._call)) is not None:
+            self.before.append(drawn)
         changes_job = self._inliner.changes_job(node, self._call)
         node.changes_job = changes_job
         called = None if self.is_inner else self._inliner.called(node, self._call)
@@ -942,6 +996,15 @@ def _name_of(function: ast.expr) -> str:
 def _is_container(value: object) -> bool:
     is_weight = isinstance(value, torch.Tensor) and value.requires_grad
     return isinstance(value, _MUTABLE) and not is_weight
+
+
+def _is_written_in_script(owner: FunctionType | type | ModuleType) -> bool:
+    """Whether the script may keep values in attributes of a function, class or module."""
+    if isinstance(owner, FunctionType):
+        return _is_of_script(owner.__code__)
+    module = owner if isinstance(owner, ModuleType) else sys.modules.get(owner.__module__)
+    file = getattr(module, "__file__", None) or LIBRARIES
+    return not (LIBRARIES in file or file.startswith((_STANDARD_LIBRARY, *OWN)))
 
 
 # ----------------------------------------------------------------------------

@@ -350,6 +350,8 @@ def _check(
     if reduction.flags is not None:
         reduction.flags.require_one_step(step.number)
     if not reduction.is_complete:
+        if current_backward() >= 0:
+            raise in_backward(optimizer, step.number)
         if initializes_state(optimizer):
             raise outside_of_steps(optimizer)
         reduction.refuse_partial()

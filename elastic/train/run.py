@@ -1115,7 +1115,8 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         return cast(ElasticDDP, self._parts.session.registry.wrap(module, ddp))
 
     def track(self, *unnamed: NoReturn, local: bool = False, **named: Any) -> None:
-        """Save and restore these objects: anything with ``state_dict`` and ``load_state_dict``.
+        """Save and restore these objects: anything with ``state_dict`` and ``load_state_dict``, and
+        generators of random numbers of torch, NumPy and random.
 
         Optimizers of wrapped modules must be tracked. Call it before the first loop.
 

@@ -27,6 +27,7 @@ from elastic.telemetry.log import get_logger
 from elastic.train.backward import EarlierGradients, frozen_indices, set_frozen
 from elastic.train.copies import copied, is_plain, layouts_of, load_tracked
 from elastic.train.ddp import Wrapped
+from elastic.train.generators import GENERATORS, GeneratorState
 from elastic.train.loader import ElasticLoader
 from elastic.train.local import LocalState, position_of
 from elastic.train.order import ReductionOrder
@@ -111,6 +112,10 @@ class JobState:
         """
         if isinstance(tracked, type):
             raise TrainingError(f"run.track({name}={tracked.__name__}): a class, not an object")
+        own, other = (self.local, self.tracked) if local else (self.tracked, self.local)
+        if isinstance(tracked, GENERATORS):
+            known = getattr(own.get(name), "generator", None)
+            tracked = own[name] if known is tracked else GeneratorState(tracked)
         if not (hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict")):
             raise TrainingError(
                 f"run.track({name}=…): a {type(tracked).__name__} has no state_dict and "
@@ -123,7 +128,6 @@ class JobState:
                 f"run.track({name}=…): a wrapped module is already part of the state",
                 hint="remove it from the call",
             )
-        own, other = (self.local, self.tracked) if local else (self.tracked, self.local)
         if name in other or own.get(name, tracked) is not tracked:
             raise TrainingError(f"run.track({name}=…): the name is used by another object")
         if local:

@@ -296,11 +296,11 @@ def not_tracked(optimizer: torch.optim.Optimizer, tracked: Mapping[str, object])
 
 
 def in_backward(optimizer: torch.optim.Optimizer, step: int) -> TrainingError:
-    """The error for an update of a module in replicas during the backward pass."""
+    """The error for an update during the backward pass."""
     return TrainingError(
         f"{type(optimizer).__name__}.step() at step {step} during the backward pass: a hook "
-        "(register_post_accumulate_grad_hook) updates a parameter before the ranks of the replica "
-        "know that the gradients of all replicas are summed, which the end of the pass decides",
+        "(register_post_accumulate_grad_hook) updates a parameter before its gradient is summed "
+        "over all ranks, which the end of the pass decides",
         hint="without the hooks: loss.backward(), then step() and zero_grad() of each optimizer. "
         "Where the memory of the gradients matters, run.build supports optimizers in the backward "
         "pass",

@@ -1909,6 +1909,27 @@ GRADIENTS = (
     ),
     Part(
         kind="gradients",
+        name="noise from tracked generators",
+        imports="""
+        import random
+        import numpy as np
+        """,
+        build="""
+        draws = random.Random(3)
+        noise = np.random.default_rng(4)
+        generator = torch.Generator().manual_seed(5)
+        """,
+        tracked="draws=draws, noise=noise, generator=generator",
+        gradients="""
+        scale = 0.01 * draws.random() * float(noise.normal())
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad += scale * torch.randn(parameter.shape, generator=generator)
+        """,
+        excludes=("float32", "noise from a generator of the step"),
+    ),
+    Part(
+        kind="gradients",
         name="rate set by a hook of the optimizer",
         build="""
         def follow_norm(optimizer, args, kwargs):

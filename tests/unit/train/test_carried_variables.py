@@ -498,6 +498,91 @@ class Meter:
 """
 # Each with its change and what it changes.
 ELSEWHERE = {
+    "an attribute of a function": (
+        """
+def weight():
+    weight.calls += 1
+    return 0.9 ** weight.calls
+weight.calls = 0
+def train():
+    for batch in loader:
+        batch.backward(weight())
+call(train)
+""",
+        "`weight.calls += 1` in weight",
+    ),
+    "an attribute of a class": (
+        """
+class Settings:
+    weight = 1.0
+def train():
+    for batch in loader:
+        batch.backward(Settings.weight)
+        Settings.weight *= 0.9
+call(train)
+""",
+        "`Settings.weight *= 0.9` in train",
+    ),
+    "a generator of random numbers": (
+        """
+import random
+rng = random.Random(0)
+def train():
+    for batch in loader:
+        batch.backward(0.5 if rng.random() < 0.5 else 1.0)
+call(train)
+""",
+        "what rng draws next restarts or differs between ranks",
+    ),
+    "a generator of NumPy in an attribute, in a comprehension": (
+        """
+import numpy as np
+class Trainer:
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+    def fit(self):
+        for batch in loader:
+            batch.backward(sum(self.rng.normal() for _ in range(3)))
+call(Trainer().fit)
+""",
+        "what self.rng draws next restarts",
+    ),
+    "a generator of torch that each epoch seeds": (
+        """
+import torch
+def train():
+    for epoch in range(2):
+        g = torch.Generator().manual_seed(epoch)
+        for batch in loader:
+            batch.backward(torch.rand(1, generator=g))
+call(train)
+""",
+        "what g draws next restarts",
+    ),
+    "the order of a list": (
+        """
+import random
+weights = [0.5, 1.0]
+def train():
+    for epoch in range(2):
+        random.shuffle(weights)
+        for batch in loader:
+            batch.backward(weights[0])
+call(train)
+""",
+        "`random.shuffle(weights)` in train",
+    ),
+    "what is left in a list": (
+        """
+weights = [0.5, 1.0]
+def train():
+    for batch in loader:
+        weight = weights.pop()
+        batch.backward(weight)
+call(train)
+""",
+        "`weight = weights.pop()` in train",
+    ),
     "a variable of a function around": (
         """
 def train():
@@ -800,6 +885,39 @@ call(train)
     ),
 }
 HARMLESS = {
+    "generators that each step seeds or creates": """
+import random
+import torch
+g, rng = torch.Generator(), random.Random(0)
+def train():
+    for batch in loader:
+        g.manual_seed(loader.index)
+        rng.seed(loader.index)
+        noise = torch.Generator().manual_seed(loader.index)
+        batch.backward(torch.rand(1, generator=g) + rng.random() + torch.rand(1, generator=noise))
+call(train)
+""",
+    "the default generators, and one whose draws train nothing": """
+import random
+import numpy as np
+import torch
+rng = np.random.default_rng(0)
+def train():
+    for batch in loader:
+        shown = rng.integers(2)
+        batch.backward(random.random() + torch.rand(1, generator=torch.default_generator))
+        print(shown)
+call(train)
+""",
+    "lists that each step fills": """
+import random
+def train():
+    for batch in loader:
+        weights = [0.5, 1.0]
+        random.shuffle(weights)
+        batch.backward(weights.pop())
+call(train)
+""",
     "the index of an accumulation, of a report, and from the loader": """
 def train():
     for i, batch in enumerate(loader):
