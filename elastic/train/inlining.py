@@ -652,7 +652,7 @@ class _Inliner:
             name = self.name((id(self.value(generator, call)), ""), ast.unparse(generator))
             place.value = _located(ast.Name(name, ast.Load()), generator)
             place.value.is_renamed = True
-            if place is method and place.attr in _SEEDS:
+            if place is method and method.attr in _SEEDS:
                 seeds = ast.Tuple([*node.args, *(k.value for k in node.keywords)], ast.Load())
                 return _assignment(name, copied(seeds), node)
             self._generators.add(name)
