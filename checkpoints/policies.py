@@ -238,9 +238,19 @@ def to_remove(
 def _chosen(
     keep: RetentionFunction, newest_first: CommittedNames, read_manifest: ManifestReader
 ) -> Collection[CheckpointName]:
+    """The names that a policy selects. Raises :class:`ArgumentError` if it returns anything else,
+    such as their steps: no other name would be kept."""
+    names = list(newest_first)  # its own: it may sort them
     if isinstance(keep, RetentionPolicy):
-        return keep.select(newest_first, read_manifest)
-    return keep(newest_first)
+        chosen = set(keep.select(names, read_manifest))
+    else:
+        chosen = set(keep(names))
+    if others := [item for item in chosen if not isinstance(item, CheckpointName)]:
+        raise ArgumentError(
+            f"the retention policy {keep!r} returned {others[0]!r}, which is no CheckpointName",
+            hint="Return those of its argument that it keeps.",
+        )
+    return chosen.intersection(newest_first)
 
 
 # ----------------------------------------------------------------------------

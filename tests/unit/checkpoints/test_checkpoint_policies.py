@@ -114,3 +114,54 @@ def test_the_newest_is_always_kept_and_nan_ranks_last() -> None:
 def test_invalid_policies_are_rejected(make: Any) -> None:
     with pytest.raises(checkpoints.ArgumentError):
         make()
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda names: [name.step for name in names[:2]],
+        lambda names: [str(name) for name in names[:2]],
+        lambda names: [(name,) for name in names[:2]],
+    ],
+    ids=["steps", "texts", "tuples"],
+)
+def test_a_policy_that_returns_anything_but_names_removes_nothing(keep: Any) -> None:
+    """It would otherwise keep none of them."""
+    storage = MemoryStorage()
+    for step in (1, 2, 3):
+        checkpoints.save(storage, small_state(step), step=step, nonce="aa", keep=None)
+    with checkpoints.Engine(storage, keep=keep) as engine:
+        world = checkpoints.WriterGroup(nonce="aa")
+        outcome = engine.save_async(small_state(4), step=4, world=world).wait(60)
+    assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
+    assert "which is no CheckpointName" in outcome.notes[0]
+    with pytest.raises(checkpoints.ArgumentError, match="no CheckpointName"):
+        checkpoints.prune(storage, keep)
+    assert [info.step for info in checkpoints.list_checkpoints(storage)] == [4, 3, 2, 1]
+
+
+def test_a_policy_may_change_the_list_that_it_is_given() -> None:
+    def oldest(names: Any) -> list[checkpoints.CheckpointName]:
+        names.sort(key=lambda name: name.step)
+        return [names.pop(0)]
+
+    storage = MemoryStorage()
+    for step in (1, 2, 3):
+        checkpoints.save(storage, small_state(step), step=step, nonce="aa", keep=None)
+    assert checkpoints.prune(storage, oldest) == ("step-000000002.g0.aa",)
+    assert [info.step for info in checkpoints.list_checkpoints(storage)] == [3, 1]
+
+
+def test_names_that_a_policy_was_not_given_count_for_nothing() -> None:
+    """One that pins a checkpoint goes on to return its name when it is damaged, or removed."""
+    pinned = checkpoints.CheckpointName(9, 0, "aa")
+    storage = MemoryStorage()
+    for step in (1, 2, 3):
+        checkpoints.save(
+            storage,
+            small_state(step),
+            step=step,
+            nonce="aa",
+            keep=lambda names: {pinned, *names[:2]},
+        )
+    assert [info.step for info in checkpoints.list_checkpoints(storage)] == [3, 2]
