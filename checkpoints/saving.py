@@ -283,6 +283,8 @@ def commit_if_complete(
                         f"{name} cannot be committed: {problem}",
                         hint="Older checkpoints are unchanged.",
                     ) from problem
+            except ABSENT as error:
+                raise folder_removed(name) from error
     on_committed()
     if why:
         notes: tuple[str, ...] = (f"not committed: {why}",)
@@ -476,10 +478,11 @@ def _of_other_writer(name: CheckpointName, failure: WriterFailed) -> WriteFailed
 
 def folder_removed(name: CheckpointName) -> WriteFailed:
     """The error of a writer whose attempt another process has removed: a writer that failed, whose
-    record may follow, or the next world."""
+    record may follow, the next world, or another run."""
     return WriteFailed(
         f"{name} cannot be completed: another process removed its folder",
-        hint="A writer that failed reports the reason; the next save starts over.",
+        hint="A writer that failed reports the reason; a newer run in this folder removes what "
+        "older ones have not committed. The next save starts over.",
     )
 
 
@@ -561,7 +564,7 @@ def _freed_on_failure(
         else:
             _record_failure(storage, name, rank, world_size)
         # A writer that fails for lack of space removes the folder for all (see discard).
-        if world_size > 1 and isinstance(error, ABSENT):
+        if isinstance(error, ABSENT):
             _check_others(storage, name, rank, world_size)
             raise folder_removed(name) from error
         raise

@@ -532,19 +532,27 @@ class PatientStorage:
         return self.inner.place
 
     def list(self, path: str) -> list[str]:
-        return self.repeated(lambda: self.inner.list(path))
+        return self.read(lambda: self.inner.list(path))
 
     def size(self, path: str) -> int:
-        return self.repeated(lambda: self.inner.size(path))
+        return self.read(lambda: self.inner.size(path))
 
     def modified_s(self, path: str) -> float:
-        return self.repeated(lambda: self.inner.modified_s(path))
+        return self.read(lambda: self.inner.modified_s(path))
 
     def open(self, path: str) -> ReadableFile:
         return _PatientSource(self, path)
 
+    def read(self, call: Callable[[], T]) -> T:
+        """As :meth:`repeated`, for a read. It needs no space: if it fails for a lack of it, as in
+        the cache of a mounted bucket, there may be some a moment later."""
+        return self._repeated(call, lambda error: is_permanent(error) and not is_full(error))
+
     def repeated(self, call: Callable[[], T]) -> T:
         """The result of ``call``, repeated with exponential backoff."""
+        return self._repeated(call, is_permanent)
+
+    def _repeated(self, call: Callable[[], T], is_final: Callable[[OSError], bool]) -> T:
         until_s: float | None = None  # counts from the first failure: a write may take minutes
         for pause_s in _backoff_s():
             try:
@@ -553,7 +561,7 @@ class PatientStorage:
                 now_s = self._clock.monotonic()
                 until_s = now_s + self._patience_s if until_s is None else until_s
                 left_s = until_s - now_s
-                if is_permanent(error) or left_s <= 0:
+                if is_final(error) or left_s <= 0:
                     raise
                 self._clock.sleep(min(pause_s, left_s))
         raise AssertionError  # the pauses never end
@@ -564,7 +572,7 @@ class _PatientSource:
 
     def __init__(self, storage: PatientStorage, path: str) -> None:
         self._storage, self._path = storage, path
-        self._source: ReadableFile | None = storage.repeated(lambda: storage.inner.open(path))
+        self._source: ReadableFile | None = storage.read(lambda: storage.inner.open(path))
 
     def size(self) -> int:
         return self._repeated(lambda source: source.size())
@@ -591,7 +599,7 @@ class _PatientSource:
                 self.close()
                 raise
 
-        return self._storage.repeated(once)
+        return self._storage.read(once)
 
 
 def _backoff_s() -> Iterator[float]:

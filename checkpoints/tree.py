@@ -152,6 +152,8 @@ class _Flattening:
                 raise StateError(
                     f"{_where(path)} has the key {key!r}; only str and int keys can be saved"
                 )
+            if isinstance(key, int) and key.bit_length() > MAX_INT_BITS:
+                raise StateError(f"{_where(path)} has an int key of more than {MAX_INT_BITS} bits")
         if all(isinstance(key, str) for key in item):
             return {"dict": {str.__str__(k): self.node(v, (*path, k)) for k, v in item.items()}}
         return {

@@ -26,7 +26,7 @@ from checkpoints import (
 )
 from checkpoints.commit import read_manifest
 from checkpoints.loading import LoadGroup, Progress
-from checkpoints.names import LATEST, parse_attempt, parse_committed
+from checkpoints.names import LATEST, MAX_GENERATION, parse_attempt, parse_committed
 from checkpoints.objects import FolderStorage, storage_for
 from checkpoints.storage import (
     LocalStorage,
@@ -699,7 +699,7 @@ def _number(record: bytes | None) -> list[int]:
         value = json.loads(record or b"")
     except ValueError:  # no record yet, or unreadable
         return []
-    return [value] if type(value) is int and value >= 0 else []
+    return [value] if type(value) is int and 0 <= value < MAX_GENERATION else []
 
 
 # ----------------------------------------------------------------------------

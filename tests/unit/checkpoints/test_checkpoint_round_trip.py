@@ -164,6 +164,8 @@ def test_a_damaged_tensor_leaves_live_ones_untouched(tmp_path: Path) -> None:
         ({"a": torch.empty(2, device="meta")}, "state['a']"),
         ({(1, 2): 3}, "the state"),
         ({"a": 2**5000}, "state['a']"),
+        ({"a": {2**5000: torch.ones(2)}}, "state['a']"),
+        ({"a": {10**5000: 1}}, "state['a']"),
         ({"a": b"bytes"}, "state['a']"),
     ],
 )

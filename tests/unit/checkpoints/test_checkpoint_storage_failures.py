@@ -99,9 +99,10 @@ def test_the_attempt_of_a_newer_version_is_left_to_it(monkeypatch: pytest.Monkey
     assert len(checkpoints.collect_garbage(disk, generation=2, nonce="n2").committed) == 1
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOSPC])
 @pytest.mark.parametrize("call", ["list ", "open ", "read ", "fstat "])
-def test_a_read_that_fails_for_a_moment_is_repeated(call: str) -> None:
-    disk = failing(saved_disk(), lambda label: label.startswith(call), times=3)
+def test_a_read_that_fails_for_a_moment_is_repeated(call: str, number: int) -> None:
+    disk = failing(saved_disk(), lambda label: label.startswith(call), number, times=3)
     latest = checkpoints.latest(disk)
     assert latest.skipped == () and latest.checkpoint is not None
     assert same(checkpoints.load(disk, latest.checkpoint.name).state, small_state(30))
@@ -152,8 +153,10 @@ def test_a_stale_handle_is_opened_again(tmp_path: Path) -> None:
 # -- tiers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_memory", [False, True])
-@pytest.mark.parametrize("listing", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("listing", "has_memory"),
+    [*((n, False) for n in (1, 2, 3)), *((n, True) for n in (1, 2, 3, 4))],
+)
 def test_a_failed_listing_is_never_a_start_from_step_0(listing: int, has_memory: bool) -> None:
     seen = [0]
 
@@ -171,6 +174,12 @@ def test_a_failed_listing_is_never_a_start_from_step_0(listing: int, has_memory:
                 folder.resolve(WORLD, required=False)
         else:
             assert folder.resolve(WORLD, required=False).name == expected
+
+
+def test_memory_that_answers_does_not_hide_a_disk_that_cannot_be_listed() -> None:
+    disk = failing(saved_disk(), lambda label: label == "list ")
+    with pytest.raises(checkpoints.ReadFailed, match="Stale"):
+        checkpoints.latest(TieredStorage([MemoryStorage(), disk]))
 
 
 def test_a_listing_that_fails_at_first_leads_to_no_older_generation() -> None:
@@ -403,18 +412,25 @@ def test_a_writer_that_fails_is_known_to_the_others_at_once(tmp_path: Path, call
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
-def test_a_folder_that_another_process_removed_is_no_fault_of_the_disk(tmp_path: Path) -> None:
-    """The record of the writer that failed may follow later, or never."""
+@pytest.mark.parametrize(
+    ("call", "world_size"),
+    [("write .tmp", 2), ("write .tmp", 1), ("sync_folder .tmp", 1), ("rename .tmp", 1)],
+)
+def test_a_folder_that_another_process_removed_is_no_fault_of_the_disk(
+    tmp_path: Path, call: str, world_size: int
+) -> None:
+    """The record of the writer that failed may follow later, or never; or a newer run saves into
+    the folder."""
+    attempt = ".tmp-step-000000001.g0.aa"
 
     def remove(label: str) -> None:
-        if label.startswith("write ") and not removed:
-            removed.append(label)
-            shutil.rmtree(tmp_path / ".tmp-step-000000001.g0.aa")
+        if label.startswith(call):
+            shutil.rmtree(tmp_path / attempt, ignore_errors=True)
 
-    removed: list[str] = []
     disk = FaultyStorage(LocalStorage(tmp_path), before=remove)
+    rank = world_size - 1
     with pytest.raises(checkpoints.WriteFailed, match="another process removed its folder"):
-        checkpoints.save(disk, small_state(1), step=1, nonce="aa", rank=1, world_size=2)
+        checkpoints.save(disk, small_state(1), step=1, nonce="aa", rank=rank, world_size=world_size)
 
 
 def test_a_save_that_is_not_committed_in_time_leaves_nothing(tmp_path: Path) -> None:
@@ -607,6 +623,15 @@ def test_kills_of_a_job_whose_world_is_always_the_first_leave_one_attempt() -> N
                 generation=generation,
             )
         assert sum(entry.startswith(".tmp-step") for entry in disk.list("")) == 1
+
+
+@pytest.mark.parametrize("record", [b"1000000000000000", b"9" * 400, b"-1", b"\0\0", b"[1]"])
+def test_a_damaged_record_of_the_generation_counts_for_nothing(record: bytes) -> None:
+    """In a generation above the limit, no checkpoint could be saved."""
+    disk = saved_disk()
+    disk.create(".generation").write(record)
+    generation = CheckpointFolder(disk, lambda *_: None).resolve(WORLD, required=True).generation
+    save_all(disk, small_state(40), step=40, generation=generation)
 
 
 def test_an_old_attempt_of_a_newer_generation_is_removed() -> None:
