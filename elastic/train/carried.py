@@ -50,8 +50,13 @@ _CONTAINERS = frozenset(
     | {"zeros", "ones", "full", "empty", "rand", "randn", "tensor", "arange", "as_tensor"}
     | {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like"}
 )
-_ADDS = frozenset({"append", "appendleft", "extend", "insert", "add", "update"})
+# Methods that change a container, of which some remove what they return.
 _REMOVES = frozenset({"pop", "popleft", "popitem"})
+_CHANGES = _REMOVES | {
+    *("append", "appendleft", "extend", "extendleft", "insert", "remove", "reverse", "rotate"),
+    *("sort", "add", "discard", "update", "setdefault", "subtract", "move_to_end"),
+    *("difference_update", "intersection_update", "symmetric_difference_update"),
+}
 # Of random, NumPy and the standard library: the first argument.
 _CHANGES_ARGUMENT = frozenset(
     {"shuffle", "heapify", "heappop", "heappush", "heappushpop", "heapreplace"}
@@ -430,7 +435,7 @@ def _chain(call: ast.Call) -> Iterator[ast.Call]:
 def _is_in_place(call: ast.Call) -> bool:
     name = _name_of(call.func)
     is_method = isinstance(call.func, ast.Attribute)
-    return is_method and (name in _ADDS or (name.endswith("_") and not name.endswith("__")))
+    return is_method and (name in _CHANGES or (name.endswith("_") and not name.endswith("__")))
 
 
 def _receiver(call: ast.Call) -> str:

@@ -572,6 +572,18 @@ call(train)
 """,
         "`random.shuffle(weights)` in train",
     ),
+    "the order of a deque": (
+        """
+from collections import deque
+weights = deque([0.5, 1.0])
+def train():
+    for batch in loader:
+        batch.backward(weights[0])
+        weights.rotate(1)
+call(train)
+""",
+        "`weights.rotate(1)` in train",
+    ),
     "what is left in a list": (
         """
 weights = [0.5, 1.0]
