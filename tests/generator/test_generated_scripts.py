@@ -36,7 +36,7 @@ from shrinking import shrunk, smaller
 
 from elastic.testing.small_world.world import Death
 
-# 305 deaths with each way to go on that needs no checkpoint, each a quarter of a second of CPU time.
+# 305 deaths with each way to go on that needs no checkpoint, a quarter of a CPU second each.
 _OF_18_DEATHS = (0, 1, 3, 4, 7, 16, 46, 47, 64, 71, 93, 94, 103, 105, 119, 120)
 SEEDS = (*_OF_18_DEATHS, 6, 12, 18, 19)
 SLOW_SEEDS = [seed for seed in range(300) if seed not in SEEDS]
