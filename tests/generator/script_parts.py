@@ -2214,7 +2214,7 @@ STATES = (
         meter = Meter()
         run.track(meter=meter, local=True)
         """,
-        step_start="meter.begun.append(100 * epoch + i)",
+        step_start="meter.begun.append(100 * loader.position.epoch + i)",
         loss="""
         meter.samples += len(inputs)
         meter.sum += len(inputs)

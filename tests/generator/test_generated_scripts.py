@@ -70,7 +70,10 @@ def test_a_wrong_result_is_found_and_shrunk_to_its_part(runner: Runner) -> None:
     untracked = Part(
         kind="state",
         name="untracked factor",
-        build="factor = [1.0]",
+        build="""
+        factor = [1.0]
+        run.untracked("factor")
+        """,
         gradients="""
         for parameter in model.parameters():
             parameter.grad *= factor[0]
