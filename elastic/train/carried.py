@@ -22,12 +22,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, FunctionType
 
+import torch
+from torch import nn
+
 from elastic.errors import TrainingError
 from elastic.train.checks import (
     LIBRARIES,
     Loop,
     frames_of_script,
+    local_variables,
     loops_around,
+    statements_before,
     tree_of,
     tree_of_file,
 )
@@ -63,6 +68,7 @@ _CHANGES_ARGUMENT = frozenset(
     | {"insort", "insort_left", "insort_right", "copyto"}
 )
 _REPLACES = frozenset({"clear", "zero_", "fill_", "copy_"})
+_ELEMENTS = 100  # of a container in which values are looked for
 _OF_WEIGHTS = frozenset({"parameters", "named_parameters", "buffers", "state_dict"})
 
 
@@ -249,6 +255,125 @@ def _resets(outer: Loop, inner: Loop, name: str) -> bool:
 
 
 # ----------------------------------------------------------------------------
+# Values that a function computes from the weights before a loop: an anchor of the weights, a norm
+# by which it divides, the outputs of the epoch's beginning. The loop resumes, but the function
+# computes them again, from the weights of the step at which it resumes.
+
+_READS_WEIGHTS = _OF_WEIGHTS - {"buffers"}
+
+
+def refuse_recomputed(
+    frame: FrameType | None,
+    modules: Iterable[nn.Module],
+    *,
+    is_saved: bool,
+    saved: Collection[int] = (),
+    ignored: Collection[str] = (),
+) -> None:
+    """Raise TrainingError for a variable of the function with the loop that holds a value of the
+    trained ``modules``, computed before the loop, and with which its steps train. The other
+    arguments are those of :func:`refuse_carried`."""
+    innermost, *outer = [*frames_of_script(frame)] or [None]
+    if innermost is None or LIBRARIES in innermost.f_code.co_filename:
+        return
+    in_retry = bool(outer) and outer[-1] is None
+    if not in_retry and not is_saved:
+        return
+    tree = tree_of(innermost)
+    function = next((n for n in walk(tree) if _is_function_of(n, innermost)), tree)
+    loops = loops_around(function, innermost.f_lineno)
+    parameters = {p for module in modules for p in module.parameters() if p.requires_grad}
+    values = _Values(innermost, {id(p): p for p in parameters}, saved)
+    before: dict[str, tuple[ast.Assign, bool]] = {}
+    for around, loop in zip([function if in_retry else None, *loops], loops, strict=False):
+        for statement in statements_before(around, loop.lineno) if around is not None else ():
+            if (name := values.computed(statement)) and name not in ignored:
+                before[name] = (statement, around is not function)  # type: ignore[assignment]
+    if not before:
+        return
+    flow = _Flow(_training_functions(innermost), _called(loops[-1]), loops[-1])
+    flow.loop(loops[-1], {name: frozenset({name}) for name in before})
+    for name, use in flow.uses.items():
+        statement, is_in_loop = before[name]
+        first = "loader.index == 0" if is_in_loop else f"{name!r} not in run.state"
+        raise TrainingError(
+            f"`{text_of(statement)}` is computed from the weights, and the steps of the loop train "
+            f"with it: line {use.lineno}, `{text_of(use)}`. Where the loop resumes, it would be "
+            "computed again, from later weights",
+            hint=f"compute it once: if {first}: run.state[{name!r}] = …, and use "
+            f"run.state[{name!r}] from there on; or call run.untracked({name!r}) before training, "
+            "if it need not be exact",
+        )
+
+
+def _is_function_of(node: ast.AST, frame: FrameType) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == frame.f_code.co_name
+
+
+class _Values:
+    """Which statements of a function have computed values of the weights."""
+
+    def __init__(
+        self, frame: FrameType, parameters: Mapping[int, torch.Tensor], saved: Collection[int]
+    ) -> None:
+        self._variables = {**frame.f_globals, **local_variables(frame)}
+        self._parameters = parameters
+        self._storages = {p.untyped_storage().data_ptr() for p in parameters.values()}
+        self._saved = saved
+
+    def computed(self, statement: ast.stmt) -> str:
+        """The variable that a statement assigns, if it holds such a value."""
+        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
+            return ""
+        target = statement.targets[0]
+        if not isinstance(target, ast.Name) or target.id not in self._variables:
+            return ""
+        value = self._variables[target.id]
+        is_value = id(value) not in self._saved and self._is_value(value)
+        return target.id if is_value and self._reads_weights(statement.value) else ""
+
+    def _is_value(self, value: object) -> bool:
+        """Whether it is a number or tensors, and not the weights themselves."""
+        if isinstance(value, torch.Tensor):
+            is_weight = value.untyped_storage().data_ptr() in self._storages
+            return value.is_floating_point() and not is_weight
+        if isinstance(value, dict):
+            return any(map(self._is_value, [*value.values()][:_ELEMENTS]))
+        if isinstance(value, (list, tuple)):
+            return any(map(self._is_value, value[:_ELEMENTS]))
+        return isinstance(value, float)
+
+    def _reads_weights(self, expression: ast.AST) -> bool:
+        for node in walk(expression):
+            if isinstance(node, ast.Call):
+                method = node.func
+                is_read = isinstance(method, ast.Attribute) and method.attr in _READS_WEIGHTS
+                owners = [method.value] if is_read else [method, *node.args]  # type: ignore[attr-defined]
+                if any(map(self._is_trained, owners)):
+                    return True
+            elif isinstance(node, ast.Attribute) and id(self._value(node)) in self._parameters:
+                return True
+        return False
+
+    def _is_trained(self, expression: ast.expr) -> bool:
+        value = self._value(expression)
+        return isinstance(value, nn.Module) and any(
+            id(p) in self._parameters for p in value.parameters()
+        )
+
+    def _value(self, expression: ast.expr) -> object:
+        if isinstance(expression, ast.Name):
+            return self._variables.get(expression.id)
+        if not isinstance(expression, ast.Attribute):
+            return None
+        owner = self._value(expression.value)
+        if isinstance(owner, nn.Module):
+            named = (*owner.named_children(), *owner.named_parameters(recurse=False))
+            return dict(named).get(expression.attr)
+        return (getattr(owner, "__dict__", None) or {}).get(expression.attr)
+
+
+# ----------------------------------------------------------------------------
 # Whether the code after a loop needs the loop's last iteration.
 
 
@@ -366,13 +491,41 @@ def _changes(function: ast.AST, loop: Loop) -> Iterator[tuple[str, ast.stmt]]:
         if isinstance(target, ast.Name) and id(target) not in inside and _is_container(value)
     } - (_memos(loop) | filled_first)
     same = _made_once(loop) | filled_first
+    elements = _elements(loop)
     for statement in _statements(loop):
         for name in _stored(statement):
             if name not in same:
                 yield name, statement
+            if isinstance(statement, ast.AugAssign) and elements.get(name) in held:
+                yield elements[name], statement  # of a tensor: the same one
         for name in _changed_in_place(statement):
-            if name in held:
-                yield name, statement
+            if (of := elements.get(name, name)) in held:
+                yield of, statement
+
+
+def _elements(loop: Loop) -> dict[str, str]:
+    """The variables of loops inside a loop that are elements of containers, with these:
+    ``for total, p in zip(totals, parameters)``."""
+    elements: dict[str, str] = {}
+    for inner in _statements(loop):
+        if not isinstance(inner, ast.For):
+            continue
+        pairs = [(inner.target, inner.iter)]
+        while pairs:
+            target, source = pairs.pop()
+            call = source if isinstance(source, ast.Call) else None
+            parts = target.elts if isinstance(target, ast.Tuple) else []
+            name = "" if call is None else _name_of(call.func)
+            if call is not None and name == "zip":
+                pairs += zip(parts, call.args, strict=False)
+            elif call is not None and name in ("enumerate", "items") and len(parts) == 2:
+                is_method = isinstance(call.func, ast.Attribute)
+                pairs += [(parts[1], call.func.value if is_method else call.args[0])]  # type: ignore[attr-defined]
+            elif call is not None and name == "values" and isinstance(call.func, ast.Attribute):
+                pairs += [(target, call.func.value)]
+            elif isinstance(target, ast.Name) and isinstance(source, ast.Name):
+                elements[target.id] = source.id
+    return elements
 
 
 def _statements(loop: Loop) -> Iterator[ast.stmt]:

@@ -685,7 +685,7 @@ def _copies(
     if not around:
         return
     loop = around[0].lineno
-    for statement in _before(function, loop):
+    for statement in statements_before(function, loop):
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
             continue
         target = statement.targets[0]
@@ -709,8 +709,9 @@ def loops_around(function: ast.AST, line: int) -> list[Loop]:
     return sorted(around, key=lambda loop: loop.lineno)
 
 
-def _before(function: ast.AST, loop: int) -> Iterator[ast.stmt]:
-    """The statements before the loop, also those in `if` and `with`."""
+def statements_before(function: ast.AST, loop: int) -> Iterator[ast.stmt]:
+    """The statements of a function, or of a loop's body, before a line, also those in `if` and
+    `with`."""
     left = list(getattr(function, "body", ()))
     while left:
         statement = left.pop(0)

@@ -368,6 +368,8 @@ def within(setting: Setting, block: Block) -> str:
 
 
 def assert_runs(script: str, folder: Path, ranks: int = 1) -> None:
+    if "from trl import" in script:  # in no environment of this project's own
+        pytest.importorskip("trl")
     path = folder / "script.py"
     path.write_text(script, encoding="utf-8")
     launcher = ["-m", "elastic.cli.main", "run", "--embedded-etcd", "--nnodes=1"]

@@ -572,6 +572,32 @@ call(train)
 """,
         "`random.shuffle(weights)` in train",
     ),
+    "sums of gradients, by the elements of a list": (
+        """
+import torch
+totals, parameters = [torch.zeros(2)], [torch.ones(2)]
+def train():
+    for batch in loader:
+        for total, p in zip(totals, parameters):
+            total += 1.0
+            p.grad = total / 2
+call(train)
+""",
+        "`total += 1.0` in train: after a death, run.retry calls its function again, and totals",
+    ),
+    "averages, by the values of a dict": (
+        """
+import torch
+averages = {"w": torch.zeros(2)}
+def train():
+    for batch in loader:
+        for name, average in averages.items():
+            average.mul_(0.9)
+        batch.backward(averages)
+call(train)
+""",
+        "`average.mul_(0.9)` in train",
+    ),
     "the order of a deque": (
         """
 from collections import deque

@@ -1,0 +1,144 @@
+"""Values that the function of run.retry computes from the weights, before the loop that resumes."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.errors import TrainingError
+from elastic.train import checks
+from elastic.train.carried import refuse_recomputed
+
+HEAD = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+network = nn.Linear(2, 1)
+x, y = torch.ones(4, 2), torch.zeros(4, 1)
+"""
+
+
+class Loader:
+    """Calls the check when the first step begins, as the loop over steps does."""
+
+    index = 0
+
+    def __init__(self, **options: Any) -> None:
+        self.options: dict[str, Any] = {"is_saved": False, **options}
+        self.script: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        refuse_recomputed(sys._getframe(1), [self.script["network"]], **self.options)
+        yield torch.ones(1, 2)
+
+
+def run_script(tmp_path: Path, text: str, **options: Any) -> None:
+    loader = Loader(**options)
+
+    def retry(function: Callable[..., Any]) -> None:
+        loader.script = function.__globals__
+        function()
+
+    own.update({retry.__code__, Loader.__iter__.__code__})
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + text)
+    runpy.run_path(str(path), init_globals={"retry": retry, "loader": loader, "state": {}})
+
+
+own: set[Any] = set()
+
+
+@pytest.fixture(autouse=True)
+def calls_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = checks.is_own
+    monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
+
+
+TRAIN = """
+def train():
+    for epoch in range(2):
+        {before}
+        for batch in loader:
+            ({loss}).backward()
+retry(train)
+"""
+REFUSED = {
+    "the norm of the weights": (
+        "norm = torch.cat([p.flatten() for p in network.parameters()]).norm().item()",
+        "network(batch).sum() / norm",
+    ),
+    "outputs of the epoch's beginning": (
+        "soft = network(x).detach()",
+        "mse_loss(network(x), soft)",
+    ),
+    "an anchor": (
+        "anchor = {n: p.detach().clone() for n, p in network.named_parameters()}",
+        "sum((p - anchor[n]).pow(2).sum() for n, p in network.named_parameters())",
+    ),
+    "a parameter of the module": (
+        "before = network.weight.detach().clone()",
+        "(network.weight - before).pow(2).sum()",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "loss"), REFUSED.values(), ids=REFUSED)
+def test_a_value_of_the_weights_with_which_the_loop_trains_is_refused(
+    tmp_path: Path, before: str, loss: str
+) -> None:
+    text = TRAIN.format(before=before, loss=loss)
+    name = before.partition(" ")[0]
+    with pytest.raises(TrainingError, match="computed from the weights") as refused:
+        run_script(tmp_path, text)
+    assert f"if loader.index == 0: run.state['{name}'] = …" in str(refused.value)
+    run_script(tmp_path, text, ignored={name})
+
+
+def test_so_is_one_before_the_outermost_loop_of_a_function_that_is_called_again(
+    tmp_path: Path,
+) -> None:
+    text = """
+def train():
+    with torch.no_grad():
+        start = mse_loss(network(x), y)
+    for batch in loader:
+        (network(batch).sum() / start).backward()
+"""
+    with pytest.raises(TrainingError, match=r"if 'start' not in run\.state"):
+        run_script(tmp_path, text + "retry(train)")
+
+
+CORRECT = {
+    "the weights themselves": (
+        "weights = [p for p in network.parameters()]",
+        "sum(p.sum() for p in weights)",
+    ),
+    "their number": (
+        "count = sum(p.numel() for p in network.parameters())",
+        "network(batch).sum() / count",
+    ),
+    "an evaluation that decides nothing": (
+        "error = mse_loss(network(x), y).item()",
+        'network(batch).sum()).backward() or state.update(error=error) or (network(x).sum()',
+    ),
+    "what the state keeps": (
+        'state["soft"] = network(x).detach()',
+        'mse_loss(network(x), state["soft"])',
+    ),
+    "what does not depend on the weights": (
+        "target = torch.ones(1)",
+        "mse_loss(network(x).mean(0), target)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "loss"), CORRECT.values(), ids=CORRECT)
+def test_other_variables_are_accepted(tmp_path: Path, before: str, loss: str) -> None:
+    run_script(tmp_path, TRAIN.format(before=before, loss=loss))
