@@ -393,7 +393,7 @@ def test_each_line_of_what_is_exact_names_what_checks_it() -> None:
 def test_every_part_is_drawn() -> None:
     drawn = {
         label
-        for seed in range(0, 9000, 3)
+        for seed in range(0, 15000, 3)
         for label in draw_scenario(seed, with_open=True).script.labels
     }
     assert drawn == {part.label for part in all_parts()}

@@ -19,6 +19,7 @@ LOOPS = {
         """
 class Schedule:
     count = 0
+run.untracked("Schedule.count")  # or it would be refused
 def train():
     for epoch in run.epochs(2):
         for i, (inputs, targets) in enumerate(loader, start=loader.index):
@@ -33,6 +34,7 @@ def train():
     "noise from a generator of the script's own": (
         """
 generator = torch.Generator().manual_seed(0)
+run.untracked("generator")  # or it would be refused
 def train():
     for epoch in run.epochs(2):
         for i, (inputs, targets) in enumerate(loader, start=loader.index):
