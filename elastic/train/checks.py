@@ -117,14 +117,14 @@ def variables(frame: FrameType) -> Iterator[dict[str, object]]:
 
 
 def local_variables(frame: FrameType) -> dict[str, object]:
-    """A copy of a function's variables.
+    """A copy of a function's variables, or of a module's.
 
     Before Python 3.13, ``f_locals`` is one dict per call, which the function gets from
     ``locals()``, too, and which would keep the objects alive, such as a loss or the iterator of a
     loader. So it is emptied, and not read of a function that may hold it.
     """
-    if sys.version_info >= (3, 13):
-        return dict(frame.f_locals)
+    if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return dict(frame.f_locals)  # a copy, or the variables of a module or class
     if _may_hold_locals(frame.f_code):
         return {}
     live = frame.f_locals
