@@ -126,7 +126,7 @@ CORRECT = {
     ),
     "an evaluation that decides nothing": (
         "error = mse_loss(network(x), y).item()",
-        'network(batch).sum()).backward() or state.update(error=error) or (network(x).sum()',
+        "network(batch).sum()).backward() or state.update(error=error) or (network(x).sum()",
     ),
     "what the state keeps": (
         'state["soft"] = network(x).detach()',

@@ -20,6 +20,7 @@ from elastic.errors import CheckpointRequired, ConfigError, TrainingError
 from elastic.groups.world import world_from_environment
 from elastic.membership.failures import Action, FailureFacts, judge_failure
 from elastic.telemetry.events import RunClosed
+from elastic.telemetry.log import get_logger
 from elastic.testing.forks.server import run_forked
 from elastic.testing.waiting import PATIENCE_S
 from elastic.tracebacks import for_a_line
@@ -180,8 +181,9 @@ def test_a_failed_save_does_not_stop_training(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_the_nodes_do_not_share_causes_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
     first = CheckpointFolder(tmp_path / "a", lambda name, reason: None)
     first.check_writable(0)  # creates it
     found = first.resolve(world_from_environment({}), required=False)
