@@ -84,7 +84,9 @@ def test_a_meeting_with_an_unresponsive_rank_times_out(job: TrainingJob, generat
     hang.touch()
     send(before[0], signal.SIGKILL)
     job.wait_obeyed(hang)
-    job.wait_event("worker-died", lambda event: "has not met" in event["reason"], since_s=since_s)
+    job.wait_event(
+        "worker-died", lambda event: "has not reached" in event["reason"], since_s=since_s
+    )
     assert_first_is_replaced(job, generation, before)
     (warned, *_) = job.journaled("workers-not-ready", since_s=since_s)
     assert "local rank 0" in warned["reason"]
