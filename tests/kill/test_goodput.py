@@ -354,8 +354,8 @@ def test_goodput_accounts_for_all_time_of_a_run_with_kills(
     assert kill.nodes == ("node0", "node1")
     assert "node2" in kill.reason
     assert 0 < kill.pause_s <= (kill.end_s - kill.start_s) * 1.01
-    # Two of the three nodes paused. Where their workers restart, one is idle for somewhat longer than
-    # both together, which is the pause.
+    # Two of the three nodes paused. Where their workers restart, one is idle for somewhat longer
+    # than both together, which is the pause.
     most_s = kill.pause_s * (1.25 if mode == "restart" else 1.01)
     assert kill.breakdown.total_s - kill.breakdown.seconds.get(Activity.RECOMPUTED, 0.0) <= most_s
     report = report_of(journal)
