@@ -37,6 +37,7 @@ from elastic.train.checks import (
     tree_of_file,
 )
 from elastic.train.inlining import KEEPERS, Inlined, inlined, plain_name, source_of, text_of
+from elastic.train.sharding import local_value
 from elastic.train.syntax import walk
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -284,18 +285,19 @@ def refuse_recomputed(
     loops = loops_around(function, innermost.f_lineno)
     parameters = {p for module in modules for p in module.parameters() if p.requires_grad}
     values = _Values(innermost, {id(p): p for p in parameters}, saved)
-    before: dict[str, tuple[ast.Assign, bool]] = {}
+    is_called_once = len(outer) == 1  # by run.retry, and not in each epoch
+    before: dict[str, tuple[ast.stmt, bool]] = {}
     for around, loop in zip([function if in_retry else None, *loops], loops, strict=False):
         for statement in statements_before(around, loop.lineno) if around is not None else ():
             if (name := values.computed(statement)) and name not in ignored:
-                before[name] = (statement, around is not function)  # type: ignore[assignment]
+                before[name] = (statement, around is function and is_called_once)
     if not before:
         return
     flow = _Flow(_training_functions(innermost), _called(loops[-1]), loops[-1])
     flow.loop(loops[-1], {name: frozenset({name}) for name in before})
     for name, use in flow.uses.items():
-        statement, is_in_loop = before[name]
-        first = "loader.index == 0" if is_in_loop else f"{name!r} not in run.state"
+        statement, is_once = before[name]
+        first = f"{name!r} not in run.state" if is_once else "loader.index == 0"
         raise TrainingError(
             f"`{text_of(statement)}` is computed from the weights, and the steps of the loop train "
             f"with it: line {use.lineno}, `{text_of(use)}`. Where the loop resumes, it would be "
@@ -310,6 +312,10 @@ def _is_function_of(node: ast.AST, frame: FrameType) -> bool:
     return isinstance(node, ast.FunctionDef) and node.name == frame.f_code.co_name
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return local_value(tensor).untyped_storage().data_ptr()
+
+
 class _Values:
     """Which statements of a function have computed values of the weights."""
 
@@ -318,7 +324,7 @@ class _Values:
     ) -> None:
         self._variables = {**frame.f_globals, **local_variables(frame)}
         self._parameters = parameters
-        self._storages = {p.untyped_storage().data_ptr() for p in parameters.values()}
+        self._storages = set(map(_storage, parameters.values()))
         self._saved = saved
 
     def computed(self, statement: ast.stmt) -> str:
@@ -335,8 +341,7 @@ class _Values:
     def _is_value(self, value: object) -> bool:
         """Whether it is a number or tensors, and not the weights themselves."""
         if isinstance(value, torch.Tensor):
-            is_weight = value.untyped_storage().data_ptr() in self._storages
-            return value.is_floating_point() and not is_weight
+            return value.is_floating_point() and _storage(value) not in self._storages
         if isinstance(value, dict):
             return any(map(self._is_value, [*value.values()][:_ELEMENTS]))
         if isinstance(value, (list, tuple)):
@@ -348,7 +353,8 @@ class _Values:
             if isinstance(node, ast.Call):
                 method = node.func
                 is_read = isinstance(method, ast.Attribute) and method.attr in _READS_WEIGHTS
-                owners = [method.value] if is_read else [method, *node.args]  # type: ignore[attr-defined]
+                given = (*node.args, *(keyword.value for keyword in node.keywords))
+                owners = [method.value] if is_read else [method, *given]  # type: ignore[attr-defined]
                 if any(map(self._is_trained, owners)):
                     return True
             elif isinstance(node, ast.Attribute) and id(self._value(node)) in self._parameters:
@@ -485,22 +491,30 @@ def _changes(function: ast.AST, loop: Loop) -> Iterator[tuple[str, ast.stmt]]:
     from before the loop, each with a statement that does."""
     inside = set(map(id, walk(loop)))
     filled_first = _filled_first(loop)
-    held = {
-        target.id
+    before = [
+        (target.id, value)
         for target, value in assignments(function)
         if isinstance(target, ast.Name) and id(target) not in inside and _is_container(value)
-    } - (_memos(loop) | filled_first)
+    ]
+    held = {name for name, _ in before} - (_memos(loop) | filled_first)
+    of_tensors = held - {name for name, value in before if _holds_numbers(value)}
     same = _made_once(loop) | filled_first
     elements = _elements(loop)
     for statement in _statements(loop):
         for name in _stored(statement):
             if name not in same:
                 yield name, statement
-            if isinstance(statement, ast.AugAssign) and elements.get(name) in held:
-                yield elements[name], statement  # of a tensor: the same one
+            if isinstance(statement, ast.AugAssign) and elements.get(name) in of_tensors:
+                yield elements[name], statement  # the tensor in the container
         for name in _changed_in_place(statement):
             if (of := elements.get(name, name)) in held:
                 yield of, statement
+
+
+def _holds_numbers(value: ast.expr) -> bool:
+    """Whether a container's elements are numbers, which ``+=`` does not change."""
+    elements = value.elts if isinstance(value, (ast.List, ast.Tuple)) else []
+    return bool(elements) and all(isinstance(each, ast.Constant) for each in elements)
 
 
 def _elements(loop: Loop) -> dict[str, str]:
@@ -518,11 +532,13 @@ def _elements(loop: Loop) -> dict[str, str]:
             name = "" if call is None else _name_of(call.func)
             if call is not None and name == "zip":
                 pairs += zip(parts, call.args, strict=False)
-            elif call is not None and name in ("enumerate", "items") and len(parts) == 2:
-                is_method = isinstance(call.func, ast.Attribute)
-                pairs += [(parts[1], call.func.value if is_method else call.args[0])]  # type: ignore[attr-defined]
-            elif call is not None and name == "values" and isinstance(call.func, ast.Attribute):
-                pairs += [(target, call.func.value)]
+            elif call is not None and name == "enumerate" and len(parts) == 2:
+                pairs += [(parts[1], source) for source in call.args[:1]]
+            elif call is not None and isinstance(call.func, ast.Attribute):
+                if name == "items" and len(parts) == 2:
+                    pairs.append((parts[1], call.func.value))
+                elif name == "values":
+                    pairs.append((target, call.func.value))
             elif isinstance(target, ast.Name) and isinstance(source, ast.Name):
                 elements[target.id] = source.id
     return elements

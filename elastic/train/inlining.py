@@ -341,8 +341,11 @@ class _Inliner:
             statement.targets = [ast.Name(self._names[k], ast.Store()) for k in own]
         _Attributes(self._names, stored | held).visit(tree)
         assigned = {n.id for n in walk(tree) if isinstance(n, ast.Name) and _is_stored(n)}
-        before = sorted({self._names[key] for key in held} - assigned)
-        containers = [_assignment(name, ast.List([], ast.Load()), tree) for name in before]
+        before = {self._names[key]: self._outside[key] for key in held}
+        containers = [
+            _assignment(name, _display(before[name]), tree)
+            for name in sorted(before.keys() - assigned)
+        ]
         root.body[:0] = containers
         innermost = self._frames[self.depth - 1].f_code
         ast.fix_missing_locations(tree)
@@ -638,21 +641,22 @@ class _Inliner:
         """A statement that advances, or seeds, a generator of random numbers that nothing saves:
         one whose method a call executes, or that it passes to a library by keyword. The call then
         reads a variable in its place."""
-        function, _, _ = self._method(node.func, call)
-        is_script = function is not None and _is_of_script(function.__code__)
-        places: list[Any] = [] if is_script else [*node.keywords]
         method = node.func if isinstance(node.func, ast.Attribute) else None
-        if method is not None:
-            places.append(method)
+        places: list[Any] = [*node.keywords, *([method] if method is not None else [])]
         for place in places:
             generator = place.value
             if not self._is_generator(generator, call):
                 continue
+            if place is not method:
+                function, _, _ = self._method(node.func, call)
+                if function is not None and _is_of_script(function.__code__):
+                    continue  # what it draws is seen in its source
             text = ast.unparse(node)
             name = self.name((id(self.value(generator, call)), ""), ast.unparse(generator))
-            place.value = _located(ast.Name(name, ast.Load()), generator)
-            place.value.is_renamed = True
-            if place is method and method.attr in _SEEDS:
+            position: Any = _located(ast.Name(name, ast.Load()), generator)
+            position.is_renamed = True
+            place.value = position
+            if method is place and method.attr in _SEEDS:
                 seeds = ast.Tuple([*node.args, *(k.value for k in node.keywords)], ast.Load())
                 return _assignment(name, copied(seeds), node)
             self._generators.add(name)
@@ -996,6 +1000,16 @@ def _name_of(function: ast.expr) -> str:
 def _is_container(value: object) -> bool:
     is_weight = isinstance(value, torch.Tensor) and value.requires_grad
     return isinstance(value, _MUTABLE) and not is_weight
+
+
+def _display(container: object) -> ast.List:
+    """A list in the place of a container, with a number if that holds only numbers."""
+    elements = container.values() if isinstance(container, dict) else container
+    is_plain = isinstance(container, (list, dict, deque)) and all(
+        isinstance(each, (int, float))
+        for each in elements  # type: ignore[attr-defined]
+    )
+    return ast.List([ast.Constant(0)] if is_plain and container else [], ast.Load())
 
 
 def _is_written_in_script(owner: FunctionType | type | ModuleType) -> bool:

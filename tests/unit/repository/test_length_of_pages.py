@@ -9,7 +9,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[3]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import generated  # noqa: E402  found by the line above
+import generated  # noqa: E402  by the line above
 
 ALL_WORDS = 40_000
 PAGE_WORDS = 1_500
@@ -21,11 +21,11 @@ PARTLY_WRITTEN = {REPOSITORY / "README.md", REPOSITORY / "docs" / "architecture.
 def pages() -> list[Path]:
     """README, reference, and every page that a person has written, without decisions."""
     folders = (REPOSITORY / "docs", REPOSITORY / "deploy")
-    found = [path for folder in folders for path in folder.rglob("*.md")]
+    written = [path for folder in folders for path in folder.rglob("*.md")]
     tables = generated.GENERATED.keys() - PARTLY_WRITTEN
     return [
         REPOSITORY / "README.md",
-        *(path for path in found if path not in tables and "decisions" not in path.parts),
+        *(path for path in written if path not in tables and "decisions" not in path.parts),
     ]
 
 

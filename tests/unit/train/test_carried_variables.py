@@ -585,6 +585,20 @@ call(train)
 """,
         "`total += 1.0` in train: after a death, run.retry calls its function again, and totals",
     ),
+    "sums of gradients in a list of the function": (
+        """
+import torch
+parameters = [torch.ones(2)]
+def train():
+    totals = [torch.zeros_like(p) for p in parameters]
+    for batch in loader:
+        for i, total in enumerate(totals):
+            total += 1.0
+        batch.backward(totals)
+call(train)
+""",
+        "`total += 1.0` in train",
+    ),
     "averages, by the values of a dict": (
         """
 import torch
@@ -610,7 +624,7 @@ call(train)
 """,
         "`weights.rotate(1)` in train",
     ),
-    "what is left in a list": (
+    "a list from which each step takes one": (
         """
 weights = [0.5, 1.0]
 def train():
@@ -945,6 +959,20 @@ def train():
         shown = rng.integers(2)
         batch.backward(random.random() + torch.rand(1, generator=torch.default_generator))
         print(shown)
+call(train)
+""",
+    "products of the numbers in a list": """
+weights, scales = [0.5, 1.0], {"a": 2.0, "b": 3.0}
+def train():
+    for batch in loader:
+        total = 0.0
+        for i, weight in enumerate(weights):
+            weight *= 2
+            total += weight
+        for name, scale in scales.items():
+            scale += 1
+            total += scale
+        batch.backward(total)
 call(train)
 """,
     "lists that each step fills": """

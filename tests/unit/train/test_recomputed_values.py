@@ -142,3 +142,47 @@ CORRECT = {
 @pytest.mark.parametrize(("before", "loss"), CORRECT.values(), ids=CORRECT)
 def test_other_variables_are_accepted(tmp_path: Path, before: str, loss: str) -> None:
     run_script(tmp_path, TRAIN.format(before=before, loss=loss))
+
+
+def test_a_function_that_is_called_in_each_epoch_computes_it_at_the_epochs_beginning(
+    tmp_path: Path,
+) -> None:
+    text = """
+def one_epoch(model):
+    norm = model.weight.norm().item()
+    for batch in loader:
+        (network(batch).sum() / norm).backward()
+def train():
+    for epoch in range(2):
+        one_epoch(model=network)
+retry(train)
+"""
+    with pytest.raises(TrainingError, match=r"if loader\.index == 0: "):
+        run_script(tmp_path, text)
+
+
+@pytest.mark.parametrize(("used", "is_refused"), [("weights", False), ("old", True)])
+def test_shards_of_weights_are_compared(tmp_path: Path, used: str, is_refused: bool) -> None:
+    """A DTensor has no memory of its own."""
+    text = """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    fully_shard(network, mesh=init_device_mesh("cpu", (1,)))
+    def train():
+        weights = [p for p in network.parameters()]
+        old = [p.detach().clone() for p in network.parameters()]
+        for batch in loader:
+            network.weight.grad = USED[0].detach()
+    retry(train)
+finally:
+    dist.destroy_process_group()
+"""
+    if not is_refused:
+        run_script(tmp_path, text.replace("USED", used))
+        return
+    with pytest.raises(TrainingError, match="computed from the weights"):
+        run_script(tmp_path, text.replace("USED", used))
