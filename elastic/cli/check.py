@@ -259,7 +259,7 @@ class Check:
             # Where results depend on the number of ranks, only a replaced rank leaves them as is.
             is_replaced = number % 2 == 0 or (not unchanging and number < self._deaths - 1)
             for attempt in range(_ATTEMPTS):
-                death = self._death(outcome, number)
+                death = self._death(outcome, number, part=(number, self._deaths))
                 began_s = SYSTEM_CLOCK.monotonic()
                 killed, folder = self._start(
                     f"death-{number}-{attempt}",
@@ -284,7 +284,8 @@ class Check:
             only = None if is_replaced else unchanging
             self._compare(name, killed, folder, record, rounding, only, took_s, **options)
 
-    def _death(self, outcome: RunOutcome, number: int) -> Death:
+    def _death(self, outcome: RunOutcome, number: int, *, part: tuple[int, int]) -> Death:
+        """``part``: of how many parts of the training, from 0."""
         from elastic.testing.small_world.world import CALLS, Death
 
         rank = number % self._size
@@ -294,13 +295,19 @@ class Check:
             file, _, line = place.rpartition(":")
             places[file, int(line)] = count
         if not places:  # all of training is in an installed package
-            event = self._draw.randint(1, max(1, int(worker.calls * 0.9)))
+            event = self._event(max(1, int(worker.calls * 0.9)), part)
             return Death(rank=rank, event=event, counted=CALLS)
         # Most executions are those of the hottest loop: code between epochs is to be hit, too.
         weights = [min(places[place], self._steps) ** 0.5 for place in sorted(places)]
         file, number = self._draw.choices(sorted(places), weights)[0]
-        event = self._draw.randint(1, places[file, number])
+        event = self._event(places[file, number], part)
         return Death(rank=rank, file=file, line=number, event=event)
+
+    def _event(self, count: int, part: tuple[int, int]) -> int:
+        """One of ``count`` events in a part of the training: what the script changes once, and
+        forgets, shows only in deaths after it."""
+        first, parts = part
+        return 1 + int(count * (first + self._draw.random()) / parts)
 
     def _where(self, death: Death, outcome: RunOutcome) -> str:
         if death.line:
@@ -424,7 +431,8 @@ class Check:
         if not record.facts["saves"]:
             return
         began_s = SYSTEM_CLOCK.monotonic()
-        death = self._death(outcome, self._draw.randrange(self._size))
+        rank = self._draw.randrange(self._size)
+        death = self._death(outcome, rank, part=(1, 2))  # with something to restore
         how = STOP if self._in_retry or record.facts["own_loop"] else WAIT
         ended, folder = self._start(f"ended-{number}", size=self._size, death=death, on_death=how)
         if not ended.died_at:
@@ -470,7 +478,7 @@ class Check:
             environment["ELASTIC_CHECKPOINTS"] = str(folder / "checkpoints")
         record = {
             "steps": self._steps,
-            "epoch_steps": max(1, self._steps // 2),
+            "epoch_steps": max(1, self._steps // 3),
             "save_every": max(1, self._steps // 8),
             "checkpoints": str(checkpoints or folder / "checkpoints"),
             "is_in_retry": self._in_retry,
@@ -719,7 +727,7 @@ def parser() -> argparse.ArgumentParser:
         description="Run a script alone, in a small world on this machine, and with deaths of "
         "ranks at random lines of its training function, on the CPU; then compare weights, state, "
         "steps, samples and logged values. Training ends after --steps steps, and epochs are "
-        "shortened to half of that. Checkpoints and run.log go to a temporary folder.",
+        "shortened to a third of that. Checkpoints and run.log go to a temporary folder.",
         epilog="exit codes: 0 all runs are exact, 1 one differs, is refused or fails, 2 usage",
     )
     parser.add_argument("script", metavar="SCRIPT")

@@ -21,6 +21,7 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,13 +31,19 @@ from elastic.train.checks import (
     LIBRARIES,
     Loop,
     frames_of_script,
-    local_variables,
     loops_around,
-    statements_before,
     tree_of,
     tree_of_file,
 )
-from elastic.train.inlining import KEEPERS, Inlined, inlined, plain_name, source_of, text_of
+from elastic.train.inlining import (
+    KEEPERS,
+    Inlined,
+    inlined,
+    plain_name,
+    reads_weights,
+    source_of,
+    text_of,
+)
 from elastic.train.sharding import local_value
 from elastic.train.syntax import walk
 
@@ -71,6 +78,7 @@ _CHANGES_ARGUMENT = frozenset(
 _REPLACES = frozenset({"clear", "zero_", "fill_", "copy_"})
 _ELEMENTS = 100  # of a container in which values are looked for
 _OF_WEIGHTS = frozenset({"parameters", "named_parameters", "buffers", "state_dict"})
+_PLAIN = (ast.Assign, ast.AnnAssign)
 
 
 @dataclass(frozen=True)
@@ -91,12 +99,14 @@ def refuse_carried(
     saved: Collection[int] = (),
     counts_continue: bool = False,
     ignored: Collection[str] = (),
+    modules: Iterable[nn.Module] = (),
 ) -> list[CarriedVariable]:
     """Raise TrainingError for a variable that a loop of the script's functions, up to run.retry,
-    carries into its steps. ``is_saved``: the script may also resume from a checkpoint, and then all
-    of it begins again. ``saved``: ids of what belongs to the job's state. ``counts_continue``:
-    ``enumerate`` continues its count where the loop resumes. ``ignored``: names of variables that
-    need not be saved. Returns those that are only reported."""
+    carries into its steps, or that the functions compute from the weights of the trained
+    ``modules`` before the loop. ``is_saved``: the script may also resume from a checkpoint, and
+    then all of it begins again. ``saved``: ids of what belongs to the job's state.
+    ``counts_continue``: ``enumerate`` continues its count where the loop resumes. ``ignored``:
+    names of variables that need not be saved. Returns those that are only reported."""
     reported: list[CarriedVariable] = []
     *frames, last = [*frames_of_script(frame)] or [None]
     if last is not None:
@@ -105,16 +115,34 @@ def refuse_carried(
         frames.append(last)
     calls = [f for f in frames if f is not None and LIBRARIES not in f.f_code.co_filename]
     trains = set[str]().union(*map(_training_functions, calls))
-    for function in inlined(calls, saved, counts_continue=counts_continue):
+    parameters = {p for module in modules for p in module.parameters() if p.requires_grad}
+    weights = frozenset(map(id, parameters))
+    is_in_retry = is_called_again = last is None
+    functions = inlined(calls, saved, counts_continue=counts_continue, weights=weights)
+    for number, function in enumerate(functions):
         for carried in carried_variables(function.tree, function.loops, trains):
-            name = plain_name(carried.name)
-            if any(name == one or name.startswith(f"{one}.") for one in ignored):
+            if _is_ignored(plain_name(carried.name), ignored):
                 continue
             if carried.use is not None:
-                raise _refusal(carried, carried.use, function, is_in_retry=last is None)
+                raise _refusal(carried, carried.use, function, is_in_retry=is_in_retry)
             if carried.name not in {*function.iterators, *function.generators}:
                 reported.append(carried)
+        if function.loops:
+            _refuse_recomputed(
+                function,
+                parameters,
+                trains,
+                is_called_again=is_called_again,
+                is_once=not number,
+                saved=saved,
+                ignored=ignored,
+            )
+            is_called_again = True  # what a loop calls
     return reported
+
+
+def _is_ignored(name: str, ignored: Collection[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in ignored)
 
 
 def _training_functions(frame: FrameType) -> set[str]:
@@ -260,56 +288,67 @@ def _resets(outer: Loop, inner: Loop, name: str) -> bool:
 # by which it divides, the outputs of the epoch's beginning. The loop resumes, but the function
 # computes them again, from the weights of the step at which it resumes.
 
-_READS_WEIGHTS = _OF_WEIGHTS - {"buffers"}
 
-
-def refuse_recomputed(
-    frame: FrameType | None,
-    modules: Iterable[nn.Module],
+def _refuse_recomputed(
+    function: Inlined,
+    parameters: Collection[torch.Tensor],
+    trains: Collection[str],
     *,
-    is_saved: bool,
-    saved: Collection[int] = (),
-    ignored: Collection[str] = (),
+    is_called_again: bool,
+    is_once: bool,
+    saved: Collection[int],
+    ignored: Collection[str],
 ) -> None:
-    """Raise TrainingError for a variable of the function with the loop that holds a value of the
-    trained ``modules``, computed before the loop, and with which its steps train. The other
-    arguments are those of :func:`refuse_carried`."""
-    innermost, *outer = [*frames_of_script(frame)] or [None]
-    if innermost is None or LIBRARIES in innermost.f_code.co_filename:
-        return
-    in_retry = bool(outer) and outer[-1] is None
-    if not in_retry and not is_saved:
-        return
-    tree = tree_of(innermost)
-    function = next((n for n in walk(tree) if _is_function_of(n, innermost)), tree)
-    loops = loops_around(function, innermost.f_lineno)
-    parameters = {p for module in modules for p in module.parameters() if p.requires_grad}
-    values = _Values(innermost, {id(p): p for p in parameters}, saved)
-    is_called_once = len(outer) == 1  # by run.retry, and not in each epoch
+    """Raise TrainingError for a variable that holds a value of the trained ``parameters``, computed
+    before the innermost loop, and with which its steps train. ``is_called_again``: where the loop
+    resumes. ``is_once``: by run.retry, and not in each epoch."""
+    values = _Values(function.values, parameters, saved)
+    first: Any = _function_around(function.tree, function.loops[0]) if is_called_again else None
     before: dict[str, tuple[ast.stmt, bool]] = {}
-    for around, loop in zip([function if in_retry else None, *loops], loops, strict=False):
-        for statement in statements_before(around, loop.lineno) if around is not None else ():
-            if (name := values.computed(statement)) and name not in ignored:
-                before[name] = (statement, around is function and is_called_once)
+    for around, loop in zip([first, *function.loops], function.loops, strict=False):
+        if around is not None:
+            values.follow(_statements_before(around.body, loop))
+            is_outer = around is first and is_once
+            before |= {n: (s, is_outer) for n, s in values.computed.items() if n not in before}
+    before = {n: each for n, each in before.items() if not _is_ignored(plain_name(n), ignored)}
     if not before:
         return
-    flow = _Flow(_training_functions(innermost), _called(loops[-1]), loops[-1])
-    flow.loop(loops[-1], {name: frozenset({name}) for name in before})
+    loop = function.loops[-1]
+    flow = _Flow(trains, _called(loop), loop)
+    flow.loop(loop, {name: frozenset({name}) for name in before})
     for name, use in flow.uses.items():
-        statement, is_once = before[name]
-        first = f"{name!r} not in run.state" if is_once else "loader.index == 0"
+        statement, is_outer = before[name]
+        key = plain_name(name).rpartition(".")[2]
+        condition = f"{key!r} not in run.state" if is_outer else "loader.index == 0"
         raise TrainingError(
             f"`{text_of(statement)}` is computed from the weights, and the steps of the loop train "
             f"with it: line {use.lineno}, `{text_of(use)}`. Where the loop resumes, it would be "
             "computed again, from later weights",
-            hint=f"compute it once: if {first}: run.state[{name!r}] = …, and use "
-            f"run.state[{name!r}] from there on; or call run.untracked({name!r}) before training, "
-            "if it need not be exact",
+            hint=f"compute it once: if {condition}: run.state[{key!r}] = …, and use "
+            f"run.state[{key!r}] from there on; or call run.untracked({plain_name(name)!r}) before "
+            "training, if it need not be exact",
         )
 
 
-def _is_function_of(node: ast.AST, frame: FrameType) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name == frame.f_code.co_name
+def _function_around(tree: ast.AST, loop: Loop) -> ast.AST:
+    around = [n for n in walk(tree) if isinstance(n, ast.FunctionDef) and _contains(n, loop)]
+    return max(around, key=lambda function: function.lineno, default=tree)
+
+
+def _contains(node: ast.AST, loop: Loop) -> bool:
+    return any(inner is loop for inner in walk(node))
+
+
+def _statements_before(body: Iterable[ast.stmt], loop: Loop) -> Iterator[ast.stmt]:
+    for statement in body:
+        if statement is loop:
+            return
+        if _contains(statement, loop):
+            inside = [block for _, block in _blocks(statement)]
+            around = (block for block in inside if any(_contains(each, loop) for each in block))
+            yield from _statements_before(next(around, ()), loop)
+            return
+        yield statement
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -317,26 +356,59 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Values:
-    """Which statements of a function have computed values of the weights."""
+    """Which variables refer to weights, or hold values that statements have computed from them.
+
+    ``variables``: their values now, as far as they are known.
+    """
 
     def __init__(
-        self, frame: FrameType, parameters: Mapping[int, torch.Tensor], saved: Collection[int]
+        self,
+        variables: Mapping[str, object],
+        parameters: Iterable[torch.Tensor] = (),
+        saved: Collection[int] = (),
     ) -> None:
-        self._variables = {**frame.f_globals, **local_variables(frame)}
-        self._parameters = parameters
-        self._storages = set(map(_storage, parameters.values()))
+        self._variables = variables
+        self._parameters = {id(p): _storage(p) for p in parameters}
+        self._storages = frozenset(self._parameters.values())
         self._saved = saved
+        self.references = set[str]()
+        self.computed: dict[str, ast.stmt] = {}  # by the statements
 
-    def computed(self, statement: ast.stmt) -> str:
-        """The variable that a statement assigns, if it holds such a value."""
-        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
-            return ""
-        target = statement.targets[0]
-        if not isinstance(target, ast.Name) or target.id not in self._variables:
-            return ""
-        value = self._variables[target.id]
-        is_value = id(value) not in self._saved and self._is_value(value)
-        return target.id if is_value and self._reads_weights(statement.value) else ""
+    def follow(self, body: Iterable[ast.stmt]) -> None:
+        for statement in body:
+            if isinstance(statement, (ast.For, ast.AsyncFor)) and self.reads(statement.iter):
+                for name in _targets(statement.target):
+                    self._assign(name, statement)
+            for target, value in assignments(statement) if isinstance(statement, _PLAIN) else ():
+                if self.reads(value) and not _is_of_the_job(target, ()):
+                    self._assign(_root(target), statement)
+                if not self.reads(value) and isinstance(target, ast.Name):
+                    self.references.discard(target.id)
+                    self.computed.pop(target.id, None)
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+                call = statement.value
+                if _is_in_place(call) and any(map(self.reads, call.args)):
+                    self._assign(_receiver(call), statement)
+            for _, block in _blocks(statement):
+                self.follow(block)
+
+    def reads(self, expression: ast.AST) -> bool:
+        """Whether an expression is computed from the weights."""
+        return any(
+            reads_weights(node) or (isinstance(node, ast.Name) and node.id in self.references)
+            for node in walk(expression)
+        )
+
+    def _assign(self, name: str, statement: ast.stmt) -> None:
+        value = self._variables.get(name)
+        if value is None or self._is_reference(value):
+            self.references.add(name)
+        elif id(value) not in self._saved and self._is_value(value):
+            self.computed[name] = statement
+
+    def _is_reference(self, value: object) -> bool:
+        elements = [*value] if isinstance(value, (list, tuple)) else [value]
+        return any(id(each) in self._parameters for each in elements[:_ELEMENTS])
 
     def _is_value(self, value: object) -> bool:
         """Whether it is a number or tensors, and not the weights themselves."""
@@ -347,36 +419,6 @@ class _Values:
         if isinstance(value, (list, tuple)):
             return any(map(self._is_value, value[:_ELEMENTS]))
         return isinstance(value, float)
-
-    def _reads_weights(self, expression: ast.AST) -> bool:
-        for node in walk(expression):
-            if isinstance(node, ast.Call):
-                method = node.func
-                is_read = isinstance(method, ast.Attribute) and method.attr in _READS_WEIGHTS
-                given = (*node.args, *(keyword.value for keyword in node.keywords))
-                owners = [method.value] if is_read else [method, *given]  # type: ignore[attr-defined]
-                if any(map(self._is_trained, owners)):
-                    return True
-            elif isinstance(node, ast.Attribute) and id(self._value(node)) in self._parameters:
-                return True
-        return False
-
-    def _is_trained(self, expression: ast.expr) -> bool:
-        value = self._value(expression)
-        return isinstance(value, nn.Module) and any(
-            id(p) in self._parameters for p in value.parameters()
-        )
-
-    def _value(self, expression: ast.expr) -> object:
-        if isinstance(expression, ast.Name):
-            return self._variables.get(expression.id)
-        if not isinstance(expression, ast.Attribute):
-            return None
-        owner = self._value(expression.value)
-        if isinstance(owner, nn.Module):
-            named = (*owner.named_children(), *owner.named_parameters(recurse=False))
-            return dict(named).get(expression.attr)
-        return (getattr(owner, "__dict__", None) or {}).get(expression.attr)
 
 
 # ----------------------------------------------------------------------------
@@ -619,14 +661,16 @@ def _is_container(value: ast.expr) -> bool:
 
 def _memos(loop: Loop) -> set[str]:
     """Containers that the loop fills where it lacks an entry: a cache of what is the same each
-    time."""
+    time, which is not computed from the weights."""
     tests = (n for n in walk(loop) if isinstance(n, ast.Compare))
+    values = _Values({})
+    values.follow(loop.body)
     return {
         _root(right)
         for test in tests
         for operation, right in zip(test.ops, test.comparators, strict=True)
         if isinstance(operation, (ast.In, ast.NotIn))
-    }
+    } - values.references
 
 
 def _filled_first(loop: Loop) -> set[str]:

@@ -41,7 +41,7 @@ from torch.nn.parameter import is_lazy
 from elastic.errors import TrainingError
 from elastic.groups.world import World
 from elastic.telemetry.log import get_logger
-from elastic.train.carried import CarriedVariable, refuse_carried, refuse_recomputed
+from elastic.train.carried import CarriedVariable, refuse_carried
 from elastic.train.checks import (
     LIBRARIES,
     assigned_globals,
@@ -259,16 +259,13 @@ class ChangeDetector(Hook):
             return
         self._places[place] = []
         try:
-            is_saved, saved = self._is_saved(), self._saved()
             self._places[place] = refuse_carried(
                 frame,
-                is_saved=is_saved,
-                saved=saved,
+                is_saved=self._is_saved(),
+                saved=self._saved(),
                 counts_continue=self._counts_continue(),
                 ignored=self._reported,
-            )
-            refuse_recomputed(
-                frame, self._modules, is_saved=is_saved, saved=saved, ignored=self._reported
+                modules=self._modules,
             )
             refuse_copies(self._modules, self._call, frame)
             if self._rank == 0:

@@ -64,6 +64,7 @@ _UNKNOWN = object()
 # Instances of their classes hold no state of the script.
 _STATELESS = frozenset({"torch", "torchvision", "numpy", "elastic", "checkpoints", "logging"})
 _MUTABLE = (list, dict, set, deque, torch.Tensor, np.ndarray)
+_READS_WEIGHTS = frozenset({"parameters", "named_parameters", "state_dict"})
 # Calls by which the run keeps a value, or gives an object that belongs to it.
 KEEPERS = frozenset({"track", "wrap", "loader", "shard", "build", "prepare", "setup"})
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -85,17 +86,23 @@ class Inlined:
     iterators: Collection[str]  # variables that stand for the positions of iterators
     generators: Collection[str]  # and of generators of random numbers
     buffers: Collection[str]  # variables that stand for tensors of modules
+    values: Mapping[str, object]  # of variables that exist now
 
 
 def inlined(
-    frames: Iterable[FrameType], saved: Collection[int] = (), *, counts_continue: bool = False
+    frames: Iterable[FrameType],
+    saved: Collection[int] = (),
+    *,
+    counts_continue: bool = False,
+    weights: Collection[int] = (),
 ) -> Iterator[Inlined]:
     """One function for the script's calls, or several, if a call cannot be found in its caller's
     source. ``frames``: the innermost first. ``saved``: ids of what belongs to the job's state.
-    ``counts_continue``: ``enumerate`` continues its count where the loop resumes."""
+    ``counts_continue``: ``enumerate`` continues its count where the loop resumes. ``weights``: ids
+    of the trained parameters, for :func:`reads_weights`."""
     left = [*frames][::-1]
     while left:
-        inliner = _Inliner(left, saved, counts_continue)
+        inliner = _Inliner(left, saved, counts_continue, weights)
         yield inliner.result()
         left = left[inliner.depth :]
 
@@ -120,6 +127,11 @@ def text_of(node: ast.AST) -> str:
         if isinstance(inner, ast.Name):
             inner.id = getattr(inner, "spelled", plain_name(inner.id))
     return ast.unparse(plain).partition("\n")[0]
+
+
+def reads_weights(node: ast.AST) -> bool:
+    """Whether an expression is a call of a trained module, or reads its weights."""
+    return getattr(node, "reads_weights", False)
 
 
 def is_stateless(module: str) -> bool:
@@ -308,9 +320,15 @@ class _Inliner:
     """
 
     def __init__(
-        self, frames: Sequence[FrameType], saved: Collection[int], counts_continue: bool
+        self,
+        frames: Sequence[FrameType],
+        saved: Collection[int],
+        counts_continue: bool,
+        weights: Collection[int],
     ) -> None:
         self._frames = frames
+        self._weights = weights
+        self._real: dict[int, _Call] = {}  # those of the frames, by number
         self._counts_continue = counts_continue
         self._saved = saved
         self._names: dict[_Key, str] = {}
@@ -350,8 +368,21 @@ class _Inliner:
         innermost = self._frames[self.depth - 1].f_code
         ast.fix_missing_locations(tree)
         return Inlined(
-            tree, self._loops, innermost, self._iterators, self._generators, self._buffers
+            tree,
+            self._loops,
+            innermost,
+            self._iterators,
+            self._generators,
+            self._buffers,
+            {n: v for k, n in self._names.items() if (v := self._now(k)) is not _UNKNOWN},
         )
+
+    def _now(self, key: Any) -> object:
+        """The value that a variable has now, as far as it is known."""
+        if key in self._outside:
+            return self._outside[key]
+        call = self._real.get(key[0]) if isinstance(key, tuple) else None
+        return call.value(key[1]) if call is not None else _UNKNOWN
 
     def _enter(self, frame: FrameType, tree: ast.AST, caller: _Call | None) -> _Call:
         """Begin with the function of the next frame."""
@@ -363,8 +394,9 @@ class _Inliner:
         self._loops += loops
         self.depth += 1
         is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
-        return _Call(
-            self._next(),
+        number = self._next()
+        self._real[number] = _Call(
+            number,
             frame.f_code,
             frame.f_globals,
             local_variables(frame) if is_function else {},
@@ -372,6 +404,7 @@ class _Inliner:
             frame=frame,
             first_line=0 if is_in_a_loop else first,
         )
+        return self._real[number]
 
     def _next(self) -> int:
         self._calls += 1
@@ -710,6 +743,25 @@ class _Inliner:
 
     # -- calls --------------------------------------------------------------------------------
 
+    def reads_weights(self, node: ast.Attribute | ast.Call, call: _Call) -> bool:
+        """Whether an expression is a trained parameter, or a call by which values of a trained
+        module are computed or read."""
+        if isinstance(node, ast.Attribute):
+            owner = self.value(node.value, call)
+            own = owner.named_parameters(recurse=False) if isinstance(owner, nn.Module) else ()
+            value = dict(own).get(node.attr, self.value(node, call))
+            return id(value) in self._weights
+        method = node.func
+        is_read = isinstance(method, ast.Attribute) and method.attr in _READS_WEIGHTS
+        given = (*node.args, *(keyword.value for keyword in node.keywords))
+        owners = [method.value] if is_read else [method, *given]  # type: ignore[attr-defined]
+        return any(self._is_trained(self.value(each, call)) for each in owners)
+
+    def _is_trained(self, value: object) -> bool:
+        return isinstance(value, nn.Module) and any(
+            id(p) in self._weights for p in value.parameters()
+        )
+
     def changes_job(self, node: ast.Call, call: _Call) -> bool:
         """Whether a call updates an object of the job's state, such as an average of weights."""
         if not isinstance(node.func, ast.Attribute) or not node.func.attr.startswith("update"):
@@ -853,6 +905,7 @@ class _Expressions(Transformer):
         if self.is_head and (position := self._position(node, self.advanced)):
             return position
         self._inliner.attribute(node, self._call)
+        node.reads_weights = self._inliner.reads_weights(node, self._call)
         return self.generic_visit(node)
 
     def visit_Call(self, node: Any) -> Any:
@@ -871,6 +924,7 @@ class _Expressions(Transformer):
             self.before.append(drawn)
         changes_job = self._inliner.changes_job(node, self._call)
         node.changes_job = changes_job
+        node.reads_weights = self._inliner.reads_weights(node, self._call)
         called = None if self.is_inner else self._inliner.called(node, self._call)
         self.generic_visit(node)
         if called is None:

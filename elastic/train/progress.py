@@ -255,6 +255,7 @@ class RankProgress:
         self._place = ""  # of the boundary with which this world began
         self.is_before_place = False  # the function runs towards the boundary's place
         self.has_passed_place = False  # it has been there, and continues from there
+        self._is_before_loops = False  # the function has begun no pass since the world began
         self._is_step_missing = False  # some rank had begun the step after the boundary
         # Names in run.state with values from before the units of this boundary.
         self._shown: set[str] = set()
@@ -331,6 +332,7 @@ class RankProgress:
             return False
         self.is_before_place = self._is_step_missing = False
         self.has_passed_place = True
+        self._accept_attributes()
         given = rates_of(self._optimizer_watch.tracked)
         self._restore_boundary()
         restored = rates_of(self._optimizer_watch.tracked)
@@ -366,12 +368,20 @@ class RankProgress:
         if is_known:
             self._restore_boundary()
         elif not self.reach(place):
+            self._accept_attributes()
             self.script_has_run()
             if self._rollback is not None:
                 self._rollback.script_has_run()
             progress.passes += 1
             progress.units_before = progress.units
         progress.place = place
+
+    def _accept_attributes(self) -> None:
+        """What the script sets before its first loop, it sets in each call of the function."""
+        if self._is_before_loops:
+            self._is_before_loops = False
+            for attributes in self._job.attributes().values():
+                attributes.accept()
 
     def before_step(self, *, can_undo: bool, with_copies: bool = False) -> None:
         """Take the boundary before a step, outside of an accumulation; only note the weights if the
@@ -392,6 +402,7 @@ class RankProgress:
         self._place = self._job.progress.place
         self.is_before_place = bool(self._place)
         self.has_passed_place = False
+        self._is_before_loops = True
         # Only this copy can undo what the script changes before it reaches the boundary's place.
         self.rollback.take(with_copies=not self._job.is_rebuilt)
         self._is_fresh = True

@@ -204,6 +204,7 @@ class BoundaryState:
             "buffers": {name: module.take() for name, module in self._modules.items()},
             "extra": {name: module.take_extra() for name, module in self._modules.items()},
             "frozen": {n: frozen_indices(m.all_parameters) for n, m in job.modules.items()},
+            "attributes": {name: one.take() for name, one in job.attributes().items()},
         }
 
     def large(self) -> dict[Path, torch.Tensor]:
@@ -239,6 +240,8 @@ class BoundaryState:
             module.restore_extra(snapshot["extra"][name])
         for name, wrapped in job.modules.items():
             set_frozen(wrapped.all_parameters, snapshot["frozen"][name])
+        for name, attributes in job.attributes().items():
+            attributes.restore(snapshot["attributes"].get(name, {}))
         job.keeps_gradients = job.keeps_gradients or snapshot["keeps_gradients"]
         if "gradients" in snapshot:
             job.set_gradients(snapshot["gradients"])
@@ -260,6 +263,9 @@ class BoundaryState:
                     self._modules[name].restore(value)
                 case "extra":
                     self._modules[name].restore_extra(value)
+                case "attributes":
+                    if (attributes := job.attributes().get(name)) is not None:
+                        attributes.restore(value)
                 case "frozen":
                     set_frozen(job.modules[name].all_parameters, value)
 
@@ -267,7 +273,7 @@ class BoundaryState:
 Part = Sequence[Any]
 """A part of a boundary's state that work between steps may change: a section of a snapshot, and a
 name in it."""
-_SECTIONS = ("state", "tracked", "buffers", "extra", "frozen")
+_SECTIONS = ("state", "tracked", "buffers", "extra", "frozen", "attributes")
 _MISSING = object()
 
 

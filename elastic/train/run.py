@@ -124,7 +124,6 @@ class Attempts:
         self._bootstrap = bootstrap
         self._loop = loop
         self._own_steps = 0  # begun by run.begin: the first two
-        self._modes = TrainingModes(session.job)
         self._random = RandomState()
         self._has_registered = False  # the function that retry calls registered an object
         self._has_outer_data = False  # a loader was registered before that function was called
@@ -185,7 +184,6 @@ class Attempts:
         self._bootstrap.has_entered = False
         self._session.callbacks.begin_attempt(is_again=is_again)
         self._session.listeners.begin_attempt(is_again=is_again)
-        self._modes.begin_attempt(is_again=is_again)
         self.units.begin_attempt()
         self._scope.passes, self._loop.committed_early = 0, None
         self._scope.begun.clear()
@@ -411,37 +409,6 @@ def _at_the_end(resumed_at: int) -> TrainingError:
         "`for i in range(len(loader))` counts from 0 and requests more batches than remain",
         hint="for i in range(loader.index, len(loader)):\n    batch = next(iterator)",
     )
-
-
-# ----------------------------------------------------------------------------
-# Restores the training mode of modules when the training function is called again.
-#
-# A fault may interrupt an evaluation between ``model.eval()`` and ``model.train()``. The function
-# is called again, and scripts rarely begin with ``model.train()``: this rank would continue in
-# eval mode, where a wrapped module runs without collectives, while a joining process trains. So
-# each call begins with the modes of the first one, as it does in a joining process.
-
-
-class TrainingModes:
-    """The modes of wrapped and tracked modules before the training function. One per process."""
-
-    def __init__(self, job: JobState) -> None:
-        self._job = job
-        self._recorded: list[tuple[nn.Module, bool]] = []
-
-    def begin_attempt(self, *, is_again: bool) -> None:
-        """Called before each call of the function."""
-        if not is_again:
-            self._recorded = [(m, m.training) for m in self._modules()]
-            return
-        for module, is_training in self._recorded:
-            module.training = is_training  # not train(), which classes override
-
-    def _modules(self) -> Iterable[nn.Module]:
-        job = self._job
-        tracked = (*job.tracked.values(), *job.local.values())
-        objects = (*job.modules.values(), *job.all_modules.values(), *tracked)
-        return (m for one in objects if isinstance(one, nn.Module) for m in one.modules())
 
 
 # ----------------------------------------------------------------------------

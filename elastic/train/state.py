@@ -24,6 +24,7 @@ from elastic import torch_private
 from elastic.errors import ConfigError, TrainingError
 from elastic.groups.world import StagePlace, check_saved_stages
 from elastic.telemetry.log import get_logger
+from elastic.train.attributes import PlainAttributes, attributes_of_data, attributes_of_module
 from elastic.train.backward import EarlierGradients, frozen_indices, set_frozen
 from elastic.train.copies import copied, is_plain, layouts_of, load_tracked
 from elastic.train.ddp import Wrapped
@@ -73,6 +74,7 @@ class JobState:
     is_sharded: bool = False  # elastic.join(mesh=…): each rank holds shards of a replica
     stage: StagePlace | None = None  # the pipeline stage of this rank, among several
     is_rebuilt: bool = False  # run.build was called: each world has a new model and optimizers
+    _attributes: dict[str, PlainAttributes] = field(default_factory=dict)
     keeps_gradients: bool = False  # steps add to gradients of committed ones: they are state
     # In which the modules' gradients are reduced.
     order: ReductionOrder = field(default_factory=ReductionOrder)
@@ -258,6 +260,7 @@ class JobState:
             "seed": self.seed,
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
             "frozen": self._frozen(),
+            "attributes": {name: one.take() for name, one in self.attributes().items()},
             "keeps_gradients": self.keeps_gradients,
             "gradients": self.gradients() if self._may_keep_gradients else {},
             "layouts": layouts_of(self.all_tracked),
@@ -417,6 +420,8 @@ class JobState:
                 set_frozen(self.modules[name].all_parameters, indices)
             elif self.built is not None:
                 set_frozen(self.built.modules[name].parameters(), indices)
+        for name, attributes in self.attributes().items() if "attributes" in tree else ():
+            attributes.restore(tree["attributes"].get(name, {}))
         modules = self._named_modules()
         for name, saved_buffers in tree.get("transient", {}).items():  # not in older checkpoints
             if name in modules:
@@ -443,6 +448,25 @@ class JobState:
             f"tracked.{n}": t for n, t in self.all_tracked.items() if isinstance(t, nn.Module)
         }
         return {f"model.{name}": module for name, module in self.all_modules.items()} | tracked
+
+    def attributes(self) -> dict[str, PlainAttributes]:
+        """The plain attributes of all modules and of the loaders' data."""
+        known, self._attributes = self._attributes, {}
+        for name, module in self._named_modules().items():
+            one = known.get(name)
+            if one is None or one.owner is not module:
+                wrapper = self.modules.get(name.removeprefix("model."))
+                one = attributes_of_module(
+                    module, wrapper if isinstance(wrapper, nn.Module) else None
+                )
+            self._attributes[name] = one
+        for name, loader in self.loaders.items():
+            key, dataset = f"loader.{name}", loader.dataset
+            one = known.get(key)
+            if one is None or one.owner is not dataset:
+                one = attributes_of_data(dataset, loader.collate_fn)
+            self._attributes[key] = one
+        return self._attributes
 
     def tensors_of_modules(self) -> list[torch.Tensor]:
         """The tensors of all modules, which load them in place."""

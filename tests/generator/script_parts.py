@@ -2498,6 +2498,19 @@ CHANGES = (
     ),
     Part(
         kind="change",
+        name="an attribute of a layer, at an epoch",
+        build="""
+        layer = next(part for part in network.modules() if isinstance(part, nn.Linear))
+        layer.gain = 1.0
+        layer.register_forward_hook(lambda part, inputs, output: output * part.gain)
+        """,
+        epoch_start="""
+        if epoch == 1:
+            layer.gain = 0.5
+        """,
+    ),
+    Part(
+        kind="change",
         name="in place without data",
         is_shardable=True,
         after_update="""

@@ -94,7 +94,7 @@ def deaths(report: CheckReport) -> list[CheckedRun]:
 
 
 def test_an_exact_script(runs: IdiomRuns, tmp_path: Path) -> None:
-    report = check(runs, tmp_path, SCRIPTS / "plain_loop.py", "--deaths=2", "--steps=8")
+    report = check(runs, tmp_path, SCRIPTS / "plain_loop.py", "--deaths=2", "--steps=12")
     assert report.is_exact, report.runs
     alone, undisturbed, replaced, alone_after = report.runs
     assert alone.message == "8 steps, 96 samples"
@@ -110,7 +110,7 @@ def test_an_exact_script(runs: IdiomRuns, tmp_path: Path) -> None:
 def test_a_counter_outside_of_the_state(runs: IdiomRuns, tmp_path: Path) -> None:
     """The weights differ from the first step after the recovery on, and the line is named."""
     script = written(tmp_path, RATE_BY_A_COUNTER)
-    report = check(runs, tmp_path, script, "--deaths=1", "--steps=10")
+    report = check(runs, tmp_path, script, "--deaths=1", "--steps=30", "--seed=1")
     assert not report.is_exact
     (killed, restarted) = deaths(report)
     assert killed.verdict == restarted.verdict == "differs"
@@ -213,7 +213,7 @@ def test_the_command_prints_its_table_and_keeps_logs(
 ) -> None:
     logs = tmp_path / "logs"
     script = str(SCRIPTS / "plain_loop.py")
-    assert main(["--deaths=1", "--steps=4", f"--logs={logs}", script]) == 0
+    assert main(["--deaths=1", "--steps=6", f"--logs={logs}", script]) == 0
     captured = capsys.readouterr()
     assert "exact: 3 runs of plain_loop.py" in captured.out
     assert "more runs of 4 steps, about" in captured.err

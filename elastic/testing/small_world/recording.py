@@ -54,7 +54,9 @@ _PERIOD = 1 << 15
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _PACKAGES = tuple(f"{p.__path__[0]}{os.sep}" for p in (checkpoints, elastic))
 _MAX_DEPTH, _MAX_LEAVES = 6, 5000
-_NOT_STATE = ("types", "layouts", "transient", "seed", "loaders", "frozen", "gradients")
+_NOT_STATE = frozenset(
+    ["types", "layouts", "transient", "seed", "loaders", "frozen", "attributes", "gradients"]
+)
 _NOISE_SEED = 0x6E6F697365
 _LONGEST_ACCUMULATION = 2  # times the number of steps, after which an open one is not waited for
 

@@ -13,7 +13,7 @@ import torch
 
 from elastic.errors import TrainingError
 from elastic.train import checks
-from elastic.train.carried import refuse_recomputed
+from elastic.train.carried import refuse_carried
 
 HEAD = """
 import torch
@@ -35,7 +35,7 @@ class Loader:
         self.script: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        refuse_recomputed(sys._getframe(1), [self.script["network"]], **self.options)
+        refuse_carried(sys._getframe(1), modules=[self.script["network"]], **self.options)
         yield torch.ones(1, 2)
 
 
@@ -161,6 +161,100 @@ retry(train)
         run_script(tmp_path, text)
 
 
+ELSEWHERE = {
+    "an attribute, by a method": """
+class Trainer:
+    def snapshot(self):
+        self.anchor = [p.detach().clone() for p in network.parameters()]
+    def training_step(self, batch):
+        loss = network(batch).sum()
+        for p, q in zip(network.parameters(), self.anchor):
+            loss = loss + (p - q).pow(2).sum()
+        loss.backward()
+    def fit(self):
+        for epoch in range(2):
+            self.snapshot()
+            for batch in loader:
+                self.training_step(batch)
+retry(Trainer().fit)
+""",
+    "an argument, by a function": """
+def snapshot(model):
+    copies = []
+    for p in model.parameters():
+        copies.append(p.detach().clone())
+    return copies
+def one_epoch(anchor):
+    for batch in loader:
+        loss = network(batch).sum()
+        for p, q in zip(network.parameters(), anchor):
+            loss = loss + (p - q).pow(2).sum()
+        loss.backward()
+def train():
+    for epoch in range(2):
+        one_epoch(snapshot(network))
+retry(train)
+""",
+    "entries of a dict": """
+def train():
+    for epoch in range(2):
+        fisher = {}
+        for n, p in network.named_parameters():
+            fisher[n] = p.detach().square()
+        for batch in loader:
+            (network(batch).sum() + sum(f.sum() for f in fisher.values())).backward()
+retry(train)
+""",
+}
+
+
+@pytest.mark.parametrize("text", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_functions_and_methods_may_compute_it(tmp_path: Path, text: str) -> None:
+    with pytest.raises(TrainingError, match=r"if loader\.index == 0: "):
+        run_script(tmp_path, text)
+
+
+OBJECTS = {
+    "an optimizer of some parameters": """
+def create(model):
+    params = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD([{"params": params}], lr=0.1)
+def train():
+    optimizer = create(network)
+    for batch in loader:
+        network(batch).sum().backward()
+        optimizer.step()
+retry(train)
+""",
+    "parameters whose gradients are clipped": """
+class Trainer:
+    def fit(self):
+        self.params = list(network.parameters())
+        names = [n for n, p in network.named_parameters()]
+        for batch in loader:
+            network(batch).sum().backward()
+            nn.utils.clip_grad_norm_(self.params, 1.0)
+retry(Trainer().fit)
+""",
+    "an evaluation that is printed": """
+def evaluate(model):
+    return mse_loss(model(x), y).item()
+def train():
+    for epoch in range(2):
+        before = evaluate(network)
+        for batch in loader:
+            network(batch).sum().backward()
+        print(before, evaluate(network))
+retry(train)
+""",
+}
+
+
+@pytest.mark.parametrize("text", OBJECTS.values(), ids=OBJECTS)
+def test_references_to_weights_are_accepted(tmp_path: Path, text: str) -> None:
+    run_script(tmp_path, text)
+
+
 @pytest.mark.parametrize(("used", "is_refused"), [("weights", False), ("old", True)])
 def test_shards_of_weights_are_compared(tmp_path: Path, used: str, is_refused: bool) -> None:
     """A DTensor has no memory of its own."""
@@ -186,3 +280,25 @@ finally:
         return
     with pytest.raises(TrainingError, match="computed from the weights"):
         run_script(tmp_path, text.replace("USED", used))
+
+
+@pytest.mark.parametrize(
+    ("value", "is_refused"), [("output.detach()", True), ("batch.square()", False)]
+)
+def test_a_cache_of_outputs_is_carried(tmp_path: Path, value: str, is_refused: bool) -> None:
+    """Where the loop resumes, the weights are other ones than those of the first epoch."""
+    text = f"""
+first = {{}}
+def train():
+    for batch in loader:
+        output = network(batch)
+        if 0 not in first:
+            first[0] = {value}
+        mse_loss(output, first[0].sum() + output * 0).backward()
+retry(train)
+"""
+    if not is_refused:
+        run_script(tmp_path, text)
+        return
+    with pytest.raises(TrainingError, match="first restarts or differs"):
+        run_script(tmp_path, text)
