@@ -24,7 +24,8 @@ class Annealed(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.body(inputs) / self.temperature
+        outputs: torch.Tensor = self.body(inputs)
+        return outputs / self.temperature
 
 
 class Images(Dataset[torch.Tensor]):
@@ -44,7 +45,7 @@ def of(module: nn.Module) -> PlainAttributes:
 
 
 def test_only_what_training_has_changed_is_state() -> None:
-    module = Annealed()
+    module: Any = Annealed()
     attributes = of(module)
     assert attributes.take() == {}
     module.temperature, module.body[1].p = 1.0, 0.1
@@ -58,7 +59,7 @@ def test_only_what_training_has_changed_is_state() -> None:
 
 
 def test_what_the_script_sets_before_its_first_loop_is_its_own() -> None:
-    module = Annealed()
+    module: Any = Annealed()
     attributes = of(module)
     module.device = "cuda:3"
     attributes.accept()
@@ -68,7 +69,8 @@ def test_what_the_script_sets_before_its_first_loop_is_its_own() -> None:
 
 
 def test_another_rank_gets_what_training_has_changed() -> None:
-    source, target = Annealed(), Annealed()
+    source: Any = Annealed()
+    target: Any = Annealed()
     from_source, to_target = of(source), of(target)
     source.calls, source.phase = 7, "fine"
     source.body.eval()
@@ -78,7 +80,7 @@ def test_another_rank_gets_what_training_has_changed() -> None:
 
 
 def test_an_undone_step_leaves_no_attribute() -> None:
-    module = Annealed()
+    module: Any = Annealed()
     attributes = of(module)
     module.calls = 3
     boundary = attributes.take()
@@ -92,7 +94,7 @@ def test_an_undone_step_leaves_no_attribute() -> None:
 
 
 def test_an_attribute_that_becomes_a_tensor_is_left_alone() -> None:
-    module = Annealed()
+    module: Any = Annealed()
     attributes = of(module)
     module.cache = torch.ones(2)
     assert attributes.take() == {}
