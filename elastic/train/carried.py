@@ -79,6 +79,7 @@ _REPLACES = frozenset({"clear", "zero_", "fill_", "copy_"})
 _ELEMENTS = 100  # of a container in which values are looked for
 _OF_WEIGHTS = frozenset({"parameters", "named_parameters", "buffers", "state_dict"})
 _PLAIN = (ast.Assign, ast.AnnAssign)
+_SAME_ON_ALL_RANKS = frozenset({"max", "min", "abs", "round", "float", "int", "bool", "math"})
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def refuse_carried(
     functions = inlined(calls, saved, counts_continue=counts_continue, weights=weights)
     for number, function in enumerate(functions):
         for carried in carried_variables(function.tree, function.loops, trains):
-            if _is_ignored(plain_name(carried.name), ignored):
+            is_state = _is_state(carried.name, function)
+            if is_state or _is_ignored(plain_name(carried.name), ignored):
                 continue
             if carried.use is not None:
                 raise _refusal(carried, carried.use, function, is_in_retry=is_in_retry)
@@ -139,6 +141,36 @@ def refuse_carried(
             )
             is_called_again = True  # what a loop calls
     return reported
+
+
+def _is_state(name: str, function: Inlined) -> bool:
+    """Whether it is a number or flag of a module, which belongs to the job's state, and gets values
+    that are the same on all ranks: a temperature that decays, or is lower from an epoch on."""
+    *outer, _ = function.loops
+    counted = {n for loop in outer if isinstance(loop, ast.For) for n in _targets(loop.target)}
+    same = {*function.attributes, *counted, *_SAME_ON_ALL_RANKS}
+    return name in same and _gets_only(function.loops[0].body, name, same)
+
+
+def _gets_only(body: Iterable[ast.stmt], name: str, same: Collection[str]) -> bool:
+    """Whether what statements assign to a variable, and when, depends on these variables only."""
+    for statement in body:
+        if name not in {n for s in walk(statement) if isinstance(s, ast.stmt) for n in _stored(s)}:
+            continue
+        decides = "value" if name in _stored(statement) else "test"
+        settings = {
+            id(inner)
+            for node in walk(statement)
+            if isinstance(node, ast.Attribute)
+            and (node.attr == "training" or hasattr(node, "variable"))  # nothing assigns it
+            for inner in walk(node)
+        }
+        reads = [n for n in walk(getattr(statement, decides, ast.Pass())) if id(n) not in settings]
+        if not {n.id for n in reads if isinstance(n, ast.Name)} <= {*same}:
+            return False
+        if not all(_gets_only(block, name, same) for _, block in _blocks(statement)):
+            return False
+    return True
 
 
 def _is_ignored(name: str, ignored: Collection[str]) -> bool:

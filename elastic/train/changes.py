@@ -727,7 +727,7 @@ def _moves_as(value: float) -> str:
 
 def _unsaved_numbers(name: str, one: Any) -> Iterator[_Fact]:
     """Attributes of a tracked object that its state_dict lacks."""
-    if not _is_of_script(type(one)):
+    if not _is_of_script(type(one)) or isinstance(one, nn.Module):  # whose numbers are state
         return
     numbers = {n: v for n, v in getattr(one, "__dict__", {}).items() if type(v) is int}
     saved = _numbers_in(one.state_dict()) if numbers else set()

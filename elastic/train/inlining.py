@@ -86,6 +86,7 @@ class Inlined:
     iterators: Collection[str]  # variables that stand for the positions of iterators
     generators: Collection[str]  # and of generators of random numbers
     buffers: Collection[str]  # variables that stand for tensors of modules
+    attributes: Collection[str]  # variables that stand for numbers and flags of the job's modules
     values: Mapping[str, object]  # of variables that exist now
 
 
@@ -340,6 +341,7 @@ class _Inliner:
         self._iterators: set[str] = set()
         self._generators: set[str] = set()
         self._buffers: set[str] = set()
+        self._attributes: set[str] = set()
         self.depth = 0
 
     def result(self) -> Inlined:
@@ -374,6 +376,7 @@ class _Inliner:
             self._iterators,
             self._generators,
             self._buffers,
+            self._attributes,
             {n: v for k, n in self._names.items() if (v := self._now(k)) is not _UNKNOWN},
         )
 
@@ -656,6 +659,8 @@ class _Inliner:
             name = self.name(node.variable, f"{self._known_as(owner, node.value)}.{node.attr}")
             if isinstance(owner, nn.Module) and isinstance(value, torch.Tensor):
                 self._buffers.add(name)
+            elif id(owner) in self._saved and isinstance(value, (*_CONSTANTS, type(None))):
+                self._attributes.add(name)
 
     def _known_as(self, owner: object, expression: ast.expr) -> str:
         """Its first name: that of the outermost function, not ``self`` of a method."""

@@ -1228,3 +1228,60 @@ def train():
 """)
     loop = [n for n in ast.walk(tree) if isinstance(n, ast.For)][1]
     assert read_after(tree, loop) == names
+
+
+ATTRIBUTES = {
+    "decays": ("self.tau = max(0.5, self.tau * 0.95)", ""),
+    "decays by another attribute": ("self.tau = self.tau * self.decay", ""),
+    "counts": ("self.tau += 1", ""),
+    "decays in training": ("if self.training: self.tau *= 0.95", ""),
+    "changes at an epoch": ("pass", "if epoch == 1: network.tau = 0.5"),
+}
+MEASURED = {
+    "an average of outputs": ("self.tau = 0.9 * self.tau + 0.1 * float(x.mean())", ""),
+    "a decay that outputs decide": ("if float(x.mean()) > 1: self.tau *= 0.9", ""),
+    "another object": ("pass", "if epoch == 1: network.tau = other"),
+}
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize(
+    ("forward", "epoch"), [*ATTRIBUTES.values(), *MEASURED.values()], ids=[*ATTRIBUTES, *MEASURED]
+)
+def test_numbers_of_modules_are_state(
+    run_script: Callable[..., None], forward: str, epoch: str, is_saved: bool
+) -> None:
+    """If they are the same on all ranks, and the module belongs to the job."""
+    is_measured = (forward, epoch) in MEASURED.values()
+    loader = Loader()
+    script = f"""
+import torch
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.tau, self.decay = 1.0, 0.9
+
+    def forward(self, x):
+        {forward}
+        return self.layer(x) / self.tau
+
+network = Network()
+keep(network)
+other = torch.tensor(2.0)
+def train():
+    for epoch in range(2):
+        {epoch}
+        for batch in loader:
+            network(torch.ones(1, 1)).sum().backward()
+call(train)
+"""
+
+    def keep(network: object) -> None:
+        loader._given["saved"] = {id(network)} if is_saved else set()
+
+    if is_saved and not is_measured:
+        run_script(retry, loader, script, keep=keep)
+        return
+    with pytest.raises(TrainingError, match="tau"):
+        run_script(retry, loader, script, keep=keep)

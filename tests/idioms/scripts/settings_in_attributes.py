@@ -1,7 +1,7 @@
-"""Settings that change at an epoch
+"""Settings of a module and of a dataset
 
-As in YOLOX, which ends its augmentation some epochs before the end: plain attributes of modules and
-of the dataset are part of the job's state.
+A temperature decays in `forward`, and from an epoch on augmentation is off, as in YOLOX: plain
+attributes of modules and of the dataset are part of the job's state.
 
 Group: Models
 """
@@ -33,12 +33,24 @@ class Mixed(Dataset):
         return inputs, y[index]
 
 
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.temperature = 2.0
+        self.is_gated = False
+
+    def forward(self, inputs):
+        if self.training:
+            self.temperature = max(0.5, self.temperature * 0.97)
+        hidden = self.body(inputs)
+        if self.is_gated:
+            hidden = hidden * hidden.sigmoid()
+        return self.head((hidden / self.temperature).softmax(-1))
+
+
 run = elastic.join()
-network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 1))
-network(x)  # some statistics
-network[2].eval()
-network[1].scale = 1.0
-network[1].register_forward_hook(lambda module, inputs, output: output * module.scale)
+network = Network()
 model = run.wrap(network)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 run.track(optimizer=optimizer)
@@ -50,7 +62,7 @@ def train():
     for epoch in run.epochs(6):
         if epoch == 1:
             dataset.mosaic = False
-            network[1].scale = 0.7
+            network.is_gated = True
         for inputs, targets in loader:
             optimizer.zero_grad()
             F.mse_loss(model(inputs), targets).backward()
