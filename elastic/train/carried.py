@@ -45,7 +45,7 @@ from elastic.train.inlining import (
     text_of,
 )
 from elastic.train.sharding import local_value
-from elastic.train.syntax import walk
+from elastic.train.syntax import children, walk
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -76,6 +76,10 @@ _CHANGES_ARGUMENT = frozenset(
     | {"insort", "insort_left", "insort_right", "copyto"}
 )
 _REPLACES = frozenset({"clear", "zero_", "fill_", "copy_"})
+_SHAPES = frozenset(
+    {"shape", "device", "dtype", "ndim", "size", "dim", "numel", "len"}
+    | {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
+)
 _ELEMENTS = 100  # of a container in which values are looked for
 _OF_WEIGHTS = frozenset({"parameters", "named_parameters", "buffers", "state_dict"})
 _PLAIN = (ast.Assign, ast.AnnAssign)
@@ -413,7 +417,8 @@ class _Values:
                     self._assign(name, statement)
             for target, value in assignments(statement) if isinstance(statement, _PLAIN) else ():
                 if self.reads(value) and not _is_of_the_job(target, ()):
-                    self._assign(_root(target), statement)
+                    for name in _targets(target) or {_root(target)}:
+                        self._assign(name, statement)
                 if not self.reads(value) and isinstance(target, ast.Name):
                     self.references.discard(target.id)
                     self.computed.pop(target.id, None)
@@ -428,7 +433,7 @@ class _Values:
         """Whether an expression is computed from the weights."""
         return any(
             reads_weights(node) or (isinstance(node, ast.Name) and node.id in self.references)
-            for node in walk(expression)
+            for node in _nodes_of_contents(expression)
         )
 
     def _assign(self, name: str, statement: ast.stmt) -> None:
@@ -767,30 +772,56 @@ def _slot(node: ast.AST, keys: Collection[str]) -> str | None:
 
 def _made_once(loop: Loop) -> set[str]:
     """Variables that the loop assigns only where they have no value yet, or one of another size: a
-    mask, which is the same each time."""
+    mask, which is the same each time, unlike a mean of the first batch."""
     again, once = set[str](), set[str]()
-    left: list[tuple[ast.stmt, frozenset[str]]] = [(node, frozenset()) for node in loop.body]
+    contents = _Values({})  # of the weights and of the batch
+    contents.references |= _batch_of(loop)
+    contents.follow(loop.body)
+    left: list[tuple[ast.stmt, dict[str, bool]]] = [(node, {}) for node in loop.body]
     while left:
         statement, lacking = left.pop()
         for name in _stored(statement):
             read = statement.value if isinstance(statement, ast.Assign) else statement
-            (once if name in lacking and name not in _loads(read) else again).add(name)
+            is_once = name in lacking and name not in _loads(read)
+            is_same = lacking.get(name) or not contents.reads(read)
+            (once if is_once and is_same else again).add(name)
         for part, body in _blocks(statement):
             is_tested = isinstance(statement, ast.If) and part == "body"
-            more = _lacking(statement.test) if is_tested else frozenset[str]()  # type: ignore[attr-defined]
+            more = _lacking(statement.test) if is_tested else {}  # type: ignore[attr-defined]
             left += [(inner, lacking | more) for inner in body]
     return once - again
 
 
-def _lacking(test: ast.expr) -> frozenset[str]:
-    """The variables of which a condition asks whether they have a value, or which size."""
-    names = set[str]()
+def _batch_of(loop: Loop) -> set[str]:
+    if not isinstance(loop, ast.For):
+        return set()
+    is_enumerated = isinstance(loop.iter, ast.Call) and _name_of(loop.iter.func) == "enumerate"
+    is_pair = is_enumerated and isinstance(loop.target, ast.Tuple)
+    return _targets(loop.target.elts[-1] if is_pair else loop.target)  # type: ignore[attr-defined]
+
+
+def _nodes_of_contents(expression: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of an expression on whose values its value depends, not only on their shapes."""
+    left = [expression]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Attribute) and node.attr in _SHAPES:
+            continue
+        yield node
+        is_shape = isinstance(node, ast.Call) and _name_of(node.func) in _SHAPES
+        left += [] if is_shape else children(node)
+
+
+def _lacking(test: ast.expr) -> dict[str, bool]:
+    """The variables of which a condition asks whether they have a value, or which size: True."""
+    names: dict[str, bool] = {}
     for node in walk(test):
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is):
-            names |= set(_loads(node.left)) if _is_none(node.comparators[0]) else set()
-        elif isinstance(node, ast.Attribute) and node.attr in ("size", "shape"):
-            names.add(_root(node))
-    return frozenset(names)
+        if isinstance(node, ast.Attribute) and node.attr in ("size", "shape"):
+            names[_root(node)] = True
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is):
+            for name in _loads(node.left) if _is_none(node.comparators[0]) else ():
+                names.setdefault(name, False)
+    return names
 
 
 def _is_none(node: ast.expr) -> bool:

@@ -302,3 +302,31 @@ retry(train)
         return
     with pytest.raises(TrainingError, match="first restarts or differs"):
         run_script(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_refused"),
+    [
+        ("network(batch).detach()", True),
+        ("batch.mean(0)", True),
+        ("torch.ones(batch.shape)", False),
+        ("torch.arange(2.0)", False),
+    ],
+)
+def test_a_value_of_the_first_step_is_carried(tmp_path: Path, value: str, is_refused: bool) -> None:
+    """Losses by which others are divided, or the mean of the first batch: where the loop resumes,
+    the first step is another one."""
+    text = f"""
+def train():
+    first = None
+    for batch in loader:
+        if first is None:
+            first = {value}
+        (network(batch) * first).sum().backward()
+retry(train)
+"""
+    if not is_refused:
+        run_script(tmp_path, text)
+        return
+    with pytest.raises(TrainingError, match="first restarts or differs"):
+        run_script(tmp_path, text)
