@@ -62,19 +62,26 @@ def attributes_of_module(module: nn.Module, wrapper: nn.Module | None) -> PlainA
 
 
 def attributes_of_data(dataset: object, collate: object) -> PlainAttributes:
-    """Of a dataset, the objects that it contains, such as transforms, and a ``collate_fn``."""
-    parts: dict[str, _Part] = {}
+    """Of :func:`objects_of_data`."""
+    objects = objects_of_data(dataset, collate)
+    return PlainAttributes(dataset, {path: _Part(one) for path, one in objects.items()})
+
+
+def objects_of_data(dataset: object, collate: object) -> dict[str, object]:
+    """A dataset, the objects that it contains, such as transforms, and those of a ``collate_fn``:
+    by their paths, those with attributes."""
+    objects: dict[str, object] = {}
     seen = set[int]()
     left = deque([("dataset", dataset, 0), ("collate_fn", collate, 0)])
-    while left and len(parts) < _OBJECTS:
+    while left and len(objects) < _OBJECTS:
         path, one, depth = left.popleft()
         if isinstance(one, _LEAVES) or id(one) in seen or depth > _DEPTH:
             continue
         seen.add(id(one))
         if type(getattr(one, "__dict__", None)) is dict:
-            parts[path] = _Part(one)
+            objects[path] = one
         left.extend((f"{path}{name}", inner, depth + 1) for name, inner in _inside(one))
-    return PlainAttributes(dataset, parts)
+    return objects
 
 
 def _inside(one: Any) -> Iterable[tuple[str, object]]:

@@ -237,6 +237,15 @@ def _refusal(
             "all ranks, and run.track(…) or run.wrap the module"
         )
         changed = name
+    elif isinstance(function.values.get(carried.name), nn.Module):
+        keeps = f"run.track({key}={name}) before training"
+        changed = f"what {name} holds"
+    elif callable(function.values.get(carried.name)):
+        keeps = (
+            f"choose it in each epoch, from the number of the epoch: {name} = … if epoch >= 1 else "
+            "…, or from an entry of run.state"
+        )
+        changed = name
     else:
         start = "where each epoch begins" if carried.is_reset else "before the loop"
         value = f"[{key!r}] = …" if carried.is_reset else f".setdefault({key!r}, …)"
@@ -268,7 +277,10 @@ def carried_variables(
         changes: dict[str, list[ast.stmt]] = {}
         for name, statement in _changes(function, loop):
             changes.setdefault(name, []).append(statement)
-        candidates = changes.keys() & _read_before(loop) - kept
+        read, assigned = _reads_of(loop)
+        # What only some iterations assign, and the code after the loop reads, may be of an earlier
+        # one, too.
+        candidates = changes.keys() & (read | changes.keys() - assigned) - kept
         if not candidates:
             continue
         flow = _Flow(trains, _called(loop), loop)
@@ -614,9 +626,11 @@ def _elements(loop: Loop) -> dict[str, str]:
             elif call is not None and name == "enumerate" and len(parts) == 2:
                 pairs += [(parts[1], source) for source in call.args[:1]]
             elif call is not None and isinstance(call.func, ast.Attribute):
-                if name == "items" and len(parts) == 2:
+                if (name == "items" and len(parts) == 2) or (
+                    name in ("named_parameters", "named_buffers") and len(parts) == 2
+                ):
                     pairs.append((parts[1], call.func.value))
-                elif name == "values":
+                elif name in ("values", "parameters", "buffers"):
                     pairs.append((target, call.func.value))
             elif isinstance(target, ast.Name) and isinstance(source, ast.Name):
                 elements[target.id] = source.id
@@ -683,7 +697,8 @@ def _chain(call: ast.Call) -> Iterator[ast.Call]:
 def _is_in_place(call: ast.Call) -> bool:
     name = _name_of(call.func)
     is_method = isinstance(call.func, ast.Attribute)
-    return is_method and (name in _CHANGES or (name.endswith("_") and not name.endswith("__")))
+    is_change = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+    return is_method and (is_change or name == "load_state_dict")
 
 
 def _receiver(call: ast.Call) -> str:
@@ -828,13 +843,17 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _read_before(loop: Loop) -> set[str]:
+def _reads_of(loop: Loop) -> tuple[set[str], set[str]]:
+    """The names that an iteration may read before it assigns them, and those that each assigns: all
+    that it does, if there is only one iteration."""
     reads = _Reads()
     known = _targets(loop.target) if isinstance(loop, ast.For) else set()
     if isinstance(loop, ast.While):
         known = reads.expression(loop.test, known)
-    reads.block(loop.body, known)
-    return reads.names
+    assigned = reads.block(loop.body, known)
+    if assigned is None:
+        assigned = set().union(*map(_stored, _statements(loop)))
+    return reads.names, assigned
 
 
 class _Reads:

@@ -40,6 +40,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from elastic.train.attributes import objects_of_data
 from elastic.train.checks import (
     LIBRARIES,
     OWN,
@@ -54,6 +55,7 @@ from elastic.train.checks import (
 )
 from elastic.train.ddp import ElasticDDP
 from elastic.train.generators import GENERATORS
+from elastic.train.loader import ElasticLoader
 from elastic.train.syntax import Transformer, children, copied, walk
 
 _DEPTH = 6  # calls inside each other
@@ -335,6 +337,7 @@ class _Inliner:
         self._names: dict[_Key, str] = {}
         self._owners: dict[int, str] = {}  # expressions for objects, by id
         self._outside: dict[_Key, object] = {}  # values of what no call of a function creates
+        self._read: list[tuple[ast.For, ElasticLoader]] = []  # loops over the job's loaders
         self._created: list[tuple[ast.Assign, int]] = []  # with the id of the object before
         self._calls = self._statements = 0
         self._loops: list[Loop] = []
@@ -361,6 +364,7 @@ class _Inliner:
             statement.targets = [ast.Name(self._names[k], ast.Store()) for k in own]
         _Attributes(self._names, stored | held).visit(tree)
         assigned = {n.id for n in walk(tree) if isinstance(n, ast.Name) and _is_stored(n)}
+        self._read_data({key for key, name in self._names.items() if name in assigned})
         before = {self._names[key]: self._outside[key] for key in held}
         containers = [
             _assignment(name, _display(before[name]), tree)
@@ -435,6 +439,9 @@ class _Inliner:
             expressions.is_inner = expressions.is_elsewhere = True
             yield expressions.visit(node)
             return
+        loader = self._loader(node, call) if isinstance(node, ast.For) else None
+        if loader is not None:
+            self._read.append((node, loader))
         for name, value in ast.iter_fields(node):
             expressions.is_head = name == "iter"
             if isinstance(value, ast.expr):
@@ -458,6 +465,43 @@ class _Inliner:
             again = ast.Assign([], ast.Tuple([copied(each) for each in created.args], ast.Load()))
             self._created.append((again, id(owner)))
             yield ast.copy_location(again, node)
+
+    def _loader(self, node: ast.For, call: _Call) -> ElasticLoader | None:
+        """The job's loader that a loop reads."""
+        head = node.iter
+        while isinstance(head, ast.Call) and head.args:  # enumerate, tqdm
+            head = head.args[0]
+        value = self.value(head, call)
+        return value if isinstance(value, ElasticLoader) else None
+
+    def _read_data(self, stored: Collection[_Key]) -> None:
+        """Let the batches depend on what the script assigns and their dataset reads."""
+        for node, loader in self._read:
+            objects = {
+                id(one): one for one in objects_of_data(loader.dataset, loader.collate_fn).values()
+            }
+            used = set[_Key]()
+            for one in objects.values():
+                for method in vars(type(one)).values():
+                    if isinstance(method, FunctionType) and _is_of_script(method.__code__):
+                        scope = id(method.__globals__)
+                        used |= {("global", scope, name) for name in method.__code__.co_names}
+            names = [
+                self._names[key]
+                for key in stored
+                if isinstance(key, tuple)
+                and (key in used or (key[0] in objects and not self._is_saved_attribute(key)))
+            ]
+            reads = [ast.Name(name, ast.Load()) for name in sorted(names)]
+            targets = [n for n in walk(node.target) if isinstance(n, ast.Name)] if reads else []
+            node.body[:0] = [
+                _assignment(t.id, ast.Tuple([ast.Name(t.id, ast.Load()), *reads], ast.Load()), node)
+                for t in targets
+            ]
+
+    def _is_saved_attribute(self, key: _Key) -> bool:
+        """Numbers and flags of data belong to the job's state."""
+        return isinstance(self._outside.get(key), (*_CONSTANTS, type(None)))
 
     def _created_by(self, node: ast.stmt, call: _Call) -> tuple[object, Any]:
         """The object that a variable holds, and the call that gives it another one, if a statement
@@ -616,6 +660,8 @@ class _Inliner:
         if not isinstance(expression, ast.Attribute):
             return _UNKNOWN
         owner = self.value(expression.value, call)
+        if isinstance(owner, ElasticLoader) and expression.attr == "dataset":
+            return owner.dataset
         modules = dict(owner.named_children()) if isinstance(owner, nn.Module) else {}
         attributes = {**getattr(owner, "__dict__", {}), **modules}
         return attributes.get(expression.attr, _UNKNOWN)
@@ -769,7 +815,8 @@ class _Inliner:
 
     def changes_job(self, node: ast.Call, call: _Call) -> bool:
         """Whether a call updates an object of the job's state, such as an average of weights."""
-        if not isinstance(node.func, ast.Attribute) or not node.func.attr.startswith("update"):
+        updates = ("update", "load_state_dict")
+        if not isinstance(node.func, ast.Attribute) or not node.func.attr.startswith(updates):
             return False
         return id(self.value(node.func.value, call)) in self._saved
 
@@ -1057,12 +1104,15 @@ def _name_of(function: ast.expr) -> str:
 
 
 def _is_container(value: object) -> bool:
+    """Whether it is changed in place; as a module, by ``load_state_dict`` or by its parameters."""
     is_weight = isinstance(value, torch.Tensor) and value.requires_grad
-    return isinstance(value, _MUTABLE) and not is_weight
+    return isinstance(value, (*_MUTABLE, nn.Module)) and not is_weight
 
 
 def _display(container: object) -> ast.List:
     """A list in the place of a container, with a number if that holds only numbers."""
+    if isinstance(container, nn.Module):
+        return ast.List([], ast.Load())
     elements = container.values() if isinstance(container, dict) else container
     is_plain = isinstance(container, (list, dict, deque)) and all(
         isinstance(each, (int, float))

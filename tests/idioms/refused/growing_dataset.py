@@ -8,7 +8,7 @@ loaders = [run.loader(DataLoader(Round(pool, size), batch_size=8)) for size in s
 run.track(optimizer=optimizer, pool=pool)
 ```
 
-Refused: the dataset had 24 samples when run.loader was called, and now has 36
+Refused: labelled.indices restarts or differs between ranks
 """
 
 import torch

@@ -20,6 +20,7 @@ from elastic.errors import TrainingError
 from elastic.train import checks
 from elastic.train.carried import carried_variables, read_after, refuse_carried
 from elastic.train.checks import loops_around
+from elastic.train.loader import ElasticLoader
 
 CARRIED = {
     "the hidden state of an RNN": """
@@ -1285,3 +1286,95 @@ call(train)
         return
     with pytest.raises(TrainingError, match="tau"):
         run_script(retry, loader, script, keep=keep)
+
+
+DATASETS = {
+    "an object": ("data.transform = lambda x: x", True),
+    "a number of the job's state": ("data.scale = 0.5", False),
+    "a variable": ("weights = torch.zeros(4)", True),
+    "what it does not read": ("other = torch.zeros(4)", False),
+}
+
+
+@pytest.mark.parametrize(("change", "is_refused"), DATASETS.values(), ids=DATASETS)
+def test_batches_depend_on_what_their_dataset_reads(
+    run_script: Callable[..., None], change: str, is_refused: bool
+) -> None:
+    loader = Loader()
+    text = f"""
+import torch
+weights = other = torch.ones(4)
+class Data(torch.utils.data.Dataset):
+    def __init__(self):
+        self.transform, self.scale = (lambda x: 2 * x), 1.0
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return self.transform(torch.ones(1)) * self.scale * weights[index]
+data = Data()
+batches = loader_of(data)
+def train():
+    global weights, other
+    for epoch in range(2):
+        if epoch == 1:
+            {change}
+        for batch in batches:
+            batch.backward(batch)
+call(train)
+"""
+
+    class OfData(ElasticLoader):
+        def __init__(self, dataset: object) -> None:
+            self.dataset = dataset
+            self.collate_fn = None
+
+        def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+            yield from loader
+
+    if not is_refused:
+        run_script(retry, loader, text, loader_of=OfData)
+        return
+    with pytest.raises(TrainingError, match="restarts or differs"):
+        run_script(retry, loader, text, loader_of=OfData)
+
+
+def test_a_target_that_is_replaced_at_times_is_to_be_tracked(
+    run_script: Callable[..., None],
+) -> None:
+    text = """
+import copy, torch
+network = torch.nn.Linear(1, 1)
+target = copy.deepcopy(network)
+def train():
+    for step, batch in enumerate(loader, start=loader.index):
+        if step % 5 == 0:
+            target.load_state_dict(network.state_dict())
+        batch.backward(target(torch.ones(1)))
+call(train)
+"""
+    with pytest.raises(TrainingError, match=r"run\.track\(target=target\) before training"):
+        run_script(retry, Loader(), text)
+
+
+def test_weights_that_are_taken_back_are_carried(run_script: Callable[..., None]) -> None:
+    text = """
+import copy, torch
+network = torch.nn.Linear(1, 1)
+keep(network)
+def train():
+    best = None
+    for epoch in range(2):
+        for batch in loader:
+            batch.backward(1.0)
+        if epoch == 1:
+            best = copy.deepcopy(network.state_dict())
+    network.load_state_dict(best)
+call(train)
+"""
+    loader = Loader()
+
+    def keep(network: object) -> None:
+        loader._given["saved"] = {id(network)}
+
+    with pytest.raises(TrainingError, match="best restarts or differs"):
+        run_script(retry, loader, text, keep=keep)
