@@ -9,10 +9,11 @@ own: what it sets before its first loop, it sets in each process, and they may d
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import deque
 from collections.abc import Iterable, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _OF_TORCH = nn.Module().__dict__.keys() - {"training"}
 _MISSING = object()
 _WRAPPER = "."  # no submodule's path
 _OBJECTS, _ELEMENTS, _DEPTH = 200, 100, 5  # of data
-_LEAVES = (*_PLAIN, type, ModuleType, FunctionType, MethodType, torch.Tensor)
+_LEAVES = (*_PLAIN, type, ModuleType, torch.Tensor)
 
 
 class PlainAttributes:
@@ -78,7 +79,7 @@ def objects_of_data(dataset: object, collate: object) -> dict[str, object]:
         if isinstance(one, _LEAVES) or id(one) in seen or depth > _DEPTH:
             continue
         seen.add(id(one))
-        if type(getattr(one, "__dict__", None)) is dict:
+        if type(getattr(one, "__dict__", None)) is dict and not isinstance(one, MethodType):
             objects[path] = one
         left.extend((f"{path}{name}", inner, depth + 1) for name, inner in _inside(one))
     return objects
@@ -88,6 +89,10 @@ def _inside(one: Any) -> Iterable[tuple[str, object]]:
     if isinstance(one, (list, tuple, dict)):  # longer ones hold samples
         entries = list(one.items() if isinstance(one, dict) else enumerate(one))
         return [(f"[{key!r}]", inner) for key, inner in entries] if len(one) <= _ELEMENTS else ()
+    if isinstance(one, MethodType):
+        return [(".__self__", one.__self__)]
+    if isinstance(one, functools.partial):
+        return [(".func", one.func)]
     values = getattr(one, "__dict__", None)
     return [(f".{key}", inner) for key, inner in list(values.items())] if values else ()
 

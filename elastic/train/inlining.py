@@ -338,6 +338,7 @@ class _Inliner:
         self._owners: dict[int, str] = {}  # expressions for objects, by id
         self._outside: dict[_Key, object] = {}  # values of what no call of a function creates
         self._read: list[tuple[ast.For, ElasticLoader]] = []  # loops over the job's loaders
+        self._steps: list[tuple[ast.Call, list[FunctionType]]] = []  # of schedulers with functions
         self._created: list[tuple[ast.Assign, int]] = []  # with the id of the object before
         self._calls = self._statements = 0
         self._loops: list[Loop] = []
@@ -364,7 +365,7 @@ class _Inliner:
             statement.targets = [ast.Name(self._names[k], ast.Store()) for k in own]
         _Attributes(self._names, stored | held).visit(tree)
         assigned = {n.id for n in walk(tree) if isinstance(n, ast.Name) and _is_stored(n)}
-        self._read_data({key for key, name in self._names.items() if name in assigned})
+        self._read_data({k for k, name in self._names.items() if name in assigned or k in held})
         before = {self._names[key]: self._outside[key] for key in held}
         containers = [
             _assignment(name, _display(before[name]), tree)
@@ -474,32 +475,54 @@ class _Inliner:
         value = self.value(head, call)
         return value if isinstance(value, ElasticLoader) else None
 
-    def _read_data(self, stored: Collection[_Key]) -> None:
-        """Let the batches depend on what the script assigns and their dataset reads."""
+    def _read_data(self, stored: set[_Key]) -> None:
+        """Let batches depend on what the script assigns and their dataset reads, and steps of a
+        scheduler on what its functions read."""
         for node, loader in self._read:
             objects = {
                 id(one): one for one in objects_of_data(loader.dataset, loader.collate_fn).values()
             }
-            used = set[_Key]()
-            for one in objects.values():
-                for method in vars(type(one)).values():
-                    if isinstance(method, FunctionType) and _is_of_script(method.__code__):
-                        scope = id(method.__globals__)
-                        used |= {("global", scope, name) for name in method.__code__.co_names}
-            names = [
-                self._names[key]
+            methods = (method for one in objects.values() for method in vars(type(one)).values())
+            used = self._used_by([*objects.values(), *methods])
+            reads = self._loads(
+                key
                 for key in stored
-                if isinstance(key, tuple)
-                and (key in used or (key[0] in objects and not self._is_saved_attribute(key)))
-            ]
-            reads = [ast.Name(name, ast.Load()) for name in sorted(names)]
+                if key in used
+                or (isinstance(key, tuple) and key[0] in objects and not self._is_state(key))
+            )
             targets = [n for n in walk(node.target) if isinstance(n, ast.Name)] if reads else []
             node.body[:0] = [
                 _assignment(t.id, ast.Tuple([ast.Name(t.id, ast.Load()), *reads], ast.Load()), node)
                 for t in targets
             ]
+        for call, functions in self._steps:
+            call.args += self._loads(stored & self._used_by(functions))
 
-    def _is_saved_attribute(self, key: _Key) -> bool:
+    def note_step(self, node: ast.Call, call: _Call) -> None:
+        """Note a step of a scheduler of torch that calls functions of the script."""
+        if _name_of(node.func) != "step" or not isinstance(node.func, ast.Attribute):
+            return
+        values = getattr(self.value(node.func.value, call), "__dict__", {}).values()
+        lists = [each if isinstance(each, list) else [each] for each in values]
+        if functions := [f for each in lists for f in each if isinstance(f, FunctionType)]:
+            self._steps.append((node, functions))
+
+    def _loads(self, keys: Iterable[_Key]) -> list[ast.expr]:
+        return [ast.Name(name, ast.Load()) for name in sorted(self._names[key] for key in keys)]
+
+    def _used_by(self, functions: Iterable[object]) -> set[_Key]:
+        """The variables of others that functions of the script read."""
+        used = set[_Key]()
+        for function in functions:
+            if isinstance(function, FunctionType) and _is_of_script(code := function.__code__):
+                used |= {("global", id(function.__globals__), name) for name in code.co_names}
+                for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                    used.add(("cell", id(cell), name))
+                    around = [c for c in self._real.values() if code in _codes_in(c.code)]
+                    used |= {(call.number, name) for call in around}
+        return used
+
+    def _is_state(self, key: _Key) -> bool:
         """Numbers and flags of data belong to the job's state."""
         return isinstance(self._outside.get(key), (*_CONSTANTS, type(None)))
 
@@ -978,6 +1001,7 @@ class _Expressions(Transformer):
         node.changes_job = changes_job
         node.reads_weights = self._inliner.reads_weights(node, self._call)
         called = None if self.is_inner else self._inliner.called(node, self._call)
+        self._inliner.note_step(node, self._call)
         self.generic_visit(node)
         if called is None:
             return node

@@ -1378,3 +1378,28 @@ call(train)
 
     with pytest.raises(TrainingError, match="best restarts or differs"):
         run_script(retry, loader, text, keep=keep)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_schedule_depends_on_what_its_function_reads(
+    run_script: Callable[..., None], is_local: bool
+) -> None:
+    parts = """
+factor = {"value": 1.0}
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: factor["value"])
+"""
+    text = f"""
+import torch
+parameter = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+{"" if is_local else parts}
+def train():
+    {"; ".join(parts.split(chr(10))[1:-1]) if is_local else ""}
+    for batch in loader:
+        batch.backward(1.0)
+        factor["value"] *= 0.9
+        schedule.step()
+call(train)
+"""
+    with pytest.raises(TrainingError, match="factor restarts or differs"):
+        run_script(retry, Loader(), text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -128,6 +129,25 @@ def test_datasets_and_their_transforms_have_state() -> None:
     assert taken == {"dataset": {"mosaic": False}, "dataset.transforms[0]": {"p": 0.0}}
     attributes_of_data(other, None).restore(taken)
     assert (other.mosaic, other.transforms[0].p) == (False, 0.0)
+
+
+def test_a_collate_function_may_be_a_method_or_have_attributes() -> None:
+    def collate(items: list[Any]) -> list[Any]:
+        return items
+
+    class Padding:
+        length = 4
+
+        def collate(self, items: list[Any]) -> list[Any]:
+            return items
+
+    padding = Padding()
+    of_function = attributes_of_data(Images(), functools.partial(collate))
+    of_method = attributes_of_data(Images(), padding.collate)
+    collate.calls = 1  # type: ignore[attr-defined]
+    padding.length = 8
+    assert of_function.take() == {"collate_fn.func": {"calls": 1}}
+    assert of_method.take() == {"collate_fn.__self__": {"length": 8}}
 
 
 def test_containers_of_samples_are_not_searched() -> None:
