@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
+import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterable, Mapping
-from types import MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ _OF_TORCH = nn.Module().__dict__.keys() - {"training"}
 _MISSING = object()
 _WRAPPER = "."  # no submodule's path
 _OBJECTS, _ELEMENTS, _DEPTH = 200, 100, 5  # of data
+_LIBRARIES = f"{os.sep}site-packages{os.sep}"
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _LEAVES = (*_PLAIN, type, ModuleType, torch.Tensor)
 
 
@@ -63,9 +68,19 @@ def attributes_of_module(module: nn.Module, wrapper: nn.Module | None) -> PlainA
 
 
 def attributes_of_data(dataset: object, collate: object) -> PlainAttributes:
-    """Of :func:`objects_of_data`."""
-    objects = objects_of_data(dataset, collate)
+    """Of the objects of :func:`objects_of_data` that are the script's."""
+    objects = {p: o for p, o in objects_of_data(dataset, collate).items() if has_state(o)}
     return PlainAttributes(dataset, {path: _Part(one) for path, one in objects.items()})
+
+
+def has_state(one: object) -> bool:
+    """Whether the attributes of an object in a dataset are state: of modules, such as transforms,
+    and of what the script defines. Others may be counts of references, or numbers of files."""
+    if isinstance(one, nn.Module):
+        return True
+    name = one.__module__ if isinstance(one, FunctionType) else type(one).__module__
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not (_LIBRARIES in file or file.startswith(_STANDARD_LIBRARY))
 
 
 def objects_of_data(dataset: object, collate: object) -> dict[str, object]:

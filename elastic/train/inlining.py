@@ -40,7 +40,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from elastic.train.attributes import objects_of_data
+from elastic.train.attributes import has_state, objects_of_data
 from elastic.train.checks import (
     LIBRARIES,
     OWN,
@@ -487,8 +487,7 @@ class _Inliner:
             reads = self._loads(
                 key
                 for key in stored
-                if key in used
-                or (isinstance(key, tuple) and key[0] in objects and not self._is_state(key))
+                if key in used or (isinstance(key, tuple) and not self._is_state(key, objects))
             )
             targets = [n for n in walk(node.target) if isinstance(n, ast.Name)] if reads else []
             node.body[:0] = [
@@ -522,9 +521,13 @@ class _Inliner:
                     used |= {(call.number, name) for call in around}
         return used
 
-    def _is_state(self, key: _Key) -> bool:
-        """Numbers and flags of data belong to the job's state."""
-        return isinstance(self._outside.get(key), (*_CONSTANTS, type(None)))
+    def _is_state(self, key: Any, objects: Mapping[int, object]) -> bool:
+        """Numbers and flags of the script's datasets belong to the job's state, and other objects
+        to no data."""
+        if key[0] not in objects:
+            return True
+        is_plain = isinstance(self._outside.get(key), (*_CONSTANTS, type(None)))
+        return is_plain and has_state(objects[key[0]])
 
     def _created_by(self, node: ast.stmt, call: _Call) -> tuple[object, Any]:
         """The object that a variable holds, and the call that gives it another one, if a statement

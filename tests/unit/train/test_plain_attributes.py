@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import io
+import zipfile
 from typing import Any
 
 import torch
@@ -197,3 +199,14 @@ def test_a_tracked_module_has_attributes_too() -> None:
     teacher.train()
     assert rollback.restore()
     assert not teacher.training
+
+
+def test_objects_of_libraries_in_a_dataset_keep_their_attributes() -> None:
+    """They may count references, as an archive that a dataset reads does."""
+    data: Any = Images()
+    data.archive = zipfile.ZipFile(io.BytesIO(), "w")
+    data.archive.writestr("image", b"")
+    attributes = attributes_of_data(data, None)
+    with data.archive.open("image"):
+        attributes.restore({})
+        assert data.archive._fileRefCnt == 2
