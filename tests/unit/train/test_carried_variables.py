@@ -1328,7 +1328,7 @@ call(train)
             self.dataset = dataset
             self.collate_fn = None
 
-        def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        def __iter__(self) -> Iterator[Batch]:
             yield from loader
 
     if not is_refused:
