@@ -13,7 +13,7 @@ from elastic.errors import ConfigError, RecordError, StoreUnreachable
 from elastic.membership.records import Keys, Node, decode
 from elastic.store.keyvalue import Entry, KeyValue, Snapshot
 from elastic.telemetry import runs
-from elastic.telemetry.log import printable
+from elastic.telemetry.log import counted, printable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def forget(store: KeyValue, keys: Keys) -> int:
         own = keys.of_job(entry.key for entry in snapshot.entries)
         if names := _nodes(keys, snapshot):
             raise ConfigError(
-                f"{printable(keys.run_id)} has {len(names)} nodes: "
+                f"{printable(keys.run_id)} has {counted(len(names), 'node')}: "
                 f"{', '.join(printable(name, 60) for name in names[:10])}",
                 hint="end their agents first; `elastic stop` ends their training",
             )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from elastic.cli.arguments import CommandParser, add_job_arguments
 from elastic.cli.stop import CODES, running_job
 from elastic.cli.view import job_store, keys_of
-from elastic.telemetry.log import printable
+from elastic.telemetry.log import counted, printable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name} is not stopped")
     elif view.waiting:
         names = ", ".join(printable(node.name, 60) for node in view.waiting[:10])
-        print(f"{name} goes on with the {len(view.waiting)} nodes that wait: {names}")
+        print(f"{name} goes on with {counted(len(view.waiting), 'waiting node')}: {names}")
     else:
         print(f"{name} goes on when a node is started")
     return 0

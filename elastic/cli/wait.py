@@ -21,7 +21,7 @@ from elastic.cli.view import (
 )
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, StoreUnreachable
 from elastic.membership.records import Done, Outcome
-from elastic.telemetry.log import printable
+from elastic.telemetry.log import counted, printable
 from elastic.telemetry.runs import local_runs
 
 # Polling interval of `elastic wait`.
@@ -58,7 +58,7 @@ class WaitCondition:
         most = view.world.max_nodes if view.world is not None else min(limits, default=self.number)
         if self.kind == "nodes" and self.number > most:
             raise ConfigError(
-                f"--for=nodes={self.number}: this job has at most {most} nodes",
+                f"--for=nodes={self.number}: this job has at most {counted(most, 'node')}",
                 hint=f"give --for=nodes={most} or less; its maximum is that of --nnodes",
             )
 
@@ -78,8 +78,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     condition = WaitCondition.parse(args.condition)
     timeout_s = seconds_of(args.timeout, "--timeout")
-    if not (args.run or args.rdzv_id or args.rdzv_endpoint):
-        timeout_s -= wait_for_a_job(timeout_s, SYSTEM_CLOCK)
+    if not (args.rdzv_id or args.rdzv_endpoint):
+        timeout_s -= wait_for_a_job(timeout_s, SYSTEM_CLOCK, args.run or "")
     keys = keys_of(args)
     with job_store(args) as store:
         return wait(
@@ -87,13 +87,14 @@ def main(argv: Sequence[str]) -> int:
         )
 
 
-def wait_for_a_job(timeout_s: float, clock: Clock) -> float:
-    """Wait for a job of this machine, which may be about to start, where several have ended: none
-    of them can be meant. Returns the seconds that it took."""
+def wait_for_a_job(timeout_s: float, clock: Clock, name: str = "") -> float:
+    """Wait for a job of this machine, which may be about to start: one with this ``name``, or any,
+    where several have ended, and none of them can be meant. Returns the seconds that it took."""
     began_s = clock.monotonic()
     while (passed_s := clock.monotonic() - began_s) < timeout_s:
         runs = local_runs()
-        if len(runs) < 2 or any(run.is_running for run in runs):
+        named = not name or any(run.run_id == name for run in runs)
+        if named and (name or len(runs) < 2 or any(run.is_running for run in runs)):
             break
         clock.sleep(min(WAIT_LOOK_S, timeout_s - passed_s))
     return passed_s

@@ -20,7 +20,7 @@ from elastic.telemetry.goodput import (
     goodput_of_run,
     have_left,
 )
-from elastic.telemetry.log import duration, printable
+from elastic.telemetry.log import counted, duration, printable
 from elastic.telemetry.reader import JournalRecord, MergedJournal, run_of
 from elastic.tracebacks import exception_line
 
@@ -833,11 +833,3 @@ def _cost(report: RunReport) -> str:
     is_over = all(incident.is_over for incident in report.incidents)
     since = "" if is_over else " No step was committed since the last failure."
     return f"{' and '.join(kinds)} paused training for {duration(pause_s)}{again}.{since}"
-
-
-def counted(number: int, noun: str) -> str:
-    """
-    >>> counted(1, "step"), counted(1200, "step")
-    ('1 step', '1,200 steps')
-    """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -31,6 +31,14 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "step"), counted(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def printable(text: str, limit: int = 300) -> str:
     r"""Text without control characters, safe for a terminal and for a line of output.
 

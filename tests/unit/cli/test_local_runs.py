@@ -160,6 +160,19 @@ def test_wait_waits_for_a_job_that_is_about_to_start(
     started[0].close()
 
 
+def test_wait_waits_for_the_job_with_a_name(demo: Path, tmp_path: Path) -> None:
+    started: list[RunEntry] = []
+
+    class Waiting(ManualClock):
+        def sleep(self, seconds: float) -> None:
+            started.append(register("mine" if started else "other", tmp_path))
+
+    assert wait_for_a_job(30, Waiting(), "mine") == 0
+    assert len(started) == 2
+    for run in started:
+        run.close()
+
+
 def test_several_running_jobs_are_told_apart_by_their_names(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
