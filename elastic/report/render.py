@@ -16,11 +16,10 @@ from elastic.report.model import (
     NodeLane,
     RunReport,
     Timeline,
-    counted,
     thinned,
 )
 from elastic.telemetry.goodput import Activity, Breakdown
-from elastic.telemetry.log import duration, printable, timestamp
+from elastic.telemetry.log import counted, duration, printable, timestamp
 from elastic.tracebacks import exception_line
 
 if TYPE_CHECKING:

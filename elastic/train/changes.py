@@ -384,8 +384,8 @@ class ChangeDetector(Hook):
 
     def _saved(self) -> frozenset[int]:
         """Ids of the job's state, and of what is inside its optimizers and modules."""
-        modules = self._modules
-        tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        modules = list(self._job.all_modules.values())
+        tensors = self._job.tensors_of_modules()
         tracked = self._job.all_tracked.values()
         optimizers = [o for one in tracked for o in saved_optimizers(one)]
         groups = [group for o in optimizers for group in o.param_groups]

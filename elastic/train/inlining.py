@@ -358,7 +358,7 @@ class _Inliner:
             _Expressions(self, call).visit(root.args)
         nodes: list[Any] = [n for n in walk(tree) if hasattr(n, "variable")]
         stored = {n.variable for n in nodes if not isinstance(n.ctx, ast.Load)}
-        held = {key for key, value in self._outside.items() if _is_container(value)}
+        held = {key for key, value in self._outside.items() if self._is_held(value)}
         for statement, owner in self._created:
             keys = [k for k in {*stored, *held, (owner, "")} if k in self._names]
             own = [k for k in keys if isinstance(k, tuple) and k[0] == owner]
@@ -384,6 +384,14 @@ class _Inliner:
             self._attributes,
             {n: v for k, n in self._names.items() if (v := self._now(k)) is not _UNKNOWN},
         )
+
+    def _is_held(self, value: object) -> bool:
+        """Whether it is changed in place: a container, or a module that is not made of modules of
+        the job, by ``load_state_dict`` or by its parameters."""
+        if isinstance(value, nn.Module):
+            return any(id(p) not in self._saved for p in value.parameters())
+        is_weight = isinstance(value, torch.Tensor) and value.requires_grad
+        return isinstance(value, _MUTABLE) and not is_weight
 
     def _now(self, key: Any) -> object:
         """The value that a variable has now, as far as it is known."""
@@ -1128,12 +1136,6 @@ def _located(node: _Node, where: ast.AST) -> _Node:
 
 def _name_of(function: ast.expr) -> str:
     return str(getattr(function, "attr", getattr(function, "id", "")))
-
-
-def _is_container(value: object) -> bool:
-    """Whether it is changed in place; as a module, by ``load_state_dict`` or by its parameters."""
-    is_weight = isinstance(value, torch.Tensor) and value.requires_grad
-    return isinstance(value, (*_MUTABLE, nn.Module)) and not is_weight
 
 
 def _display(container: object) -> ast.List:

@@ -59,7 +59,7 @@ def test_a_stop_is_recorded_shown_and_taken_back(
     output = capsys.readouterr().out
     assert output.startswith("llama-7: stopped by ") and "n1 waits" in output
     assert cli("resume", "llama-7") == 0
-    assert capsys.readouterr().out == "llama-7 goes on with the 1 nodes that wait: n1\n"
+    assert capsys.readouterr().out == "llama-7 goes on with 1 waiting node: n1\n"
     assert store.get(KEYS.stop) is None
     assert cli("resume", "llama-7") == 0
     assert capsys.readouterr().out == "llama-7 is not stopped\n"
@@ -84,7 +84,7 @@ def test_a_job_with_nodes_is_not_forgotten_and_one_without_leaves_nothing(
     other = Keys.of("/elastic", "llama-70")
     store.put(other.node("id-n9"), encode(node("n9")))
     assert cli("forget", "llama-7") == 2
-    assert "llama-7 has 1 nodes: n1" in capsys.readouterr().err
+    assert "llama-7 has 1 node: n1" in capsys.readouterr().err
     # (It has left in order, in a world without members: a record without a lease remains.)
     store.put(KEYS.node("id-n1"), encode(node("n1", NodeState.LEAVING)))
     store.put(KEYS.done, encode(DONE))
@@ -105,7 +105,7 @@ def test_a_node_that_registers_while_its_job_is_forgotten_keeps_its_keys() -> No
 
     store = Joined()
     store.put(KEYS.secret, b"secret")
-    with pytest.raises(ConfigError, match="has 1 nodes: n2"):
+    with pytest.raises(ConfigError, match="has 1 node: n2"):
         forget(store, KEYS)
     assert [entry.key for entry in store.list(KEYS.root).entries] == [
         KEYS.node("id-n2"),

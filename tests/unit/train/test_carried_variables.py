@@ -1403,3 +1403,33 @@ call(train)
 """
     with pytest.raises(TrainingError, match="factor restarts or differs"):
         run_script(retry, Loader(), text)
+
+
+@pytest.mark.parametrize("is_of_job", [True, False])
+def test_a_module_of_the_jobs_modules_is_no_other_one(
+    run_script: Callable[..., None], is_of_job: bool
+) -> None:
+    text = """
+import torch
+encoder, decoder = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+model = torch.nn.ModuleList([encoder, decoder])
+keep(encoder, decoder)
+def train():
+    for batch in loader:
+        batch.backward(decoder(encoder(torch.ones(1))) + model[0](torch.ones(1)))
+        for parameter in model.parameters():
+            parameter.data.clamp_(-1.0, 1.0)
+call(train)
+"""
+    loader = Loader()
+
+    def keep(*modules: Any) -> None:
+        own = modules if is_of_job else modules[:1]
+        saved = {id(one) for m in own for one in (m, *m.parameters())}
+        loader._given["saved"] = saved
+
+    if is_of_job:
+        run_script(retry, loader, text, keep=keep)
+        return
+    with pytest.raises(TrainingError, match=r"run\.track\(model=model\)"):
+        run_script(retry, loader, text, keep=keep)
