@@ -8,6 +8,7 @@
     00000-of-00004.safetensors                one writer's tensors
     part-00000-of-00004.json                  one writer's record that its file is complete
     failed-00000-of-00004.json                one writer's record that it could not write its file
+    .summaries.json                           what retention policies ask for, of all checkpoints
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from checkpoints.errors import ArgumentError
 
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
+SUMMARIES = ".summaries.json"
 MAX_WORLD_SIZE = 99_999
 MAX_STEP = 10**15
 MAX_GENERATION = 10**15

@@ -12,28 +12,40 @@ import functools
 import math
 import secrets
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from checkpoints.commit import (
     IncompleteAttempt,
     committed_in,
     committed_names,
+    read_document,
     read_manifest,
     world_size_of,
 )
 from checkpoints.errors import LoadError, ReadFailed, UnsupportedFormat
-from checkpoints.manifest import Manifest, parse_without_tensors, without_tensors
+from checkpoints.manifest import (
+    Manifest,
+    as_text,
+    decode,
+    encode,
+    parse_without_tensors,
+    without_tensors,
+)
 from checkpoints.names import (
     LATEST,
     LATEST_PREFIX,
     MANIFEST,
     REMOVED_PREFIX,
+    SUMMARIES,
     CheckpointName,
     parse_attempt,
+    parse_committed,
 )
+from checkpoints.objects import ObjectStorage
 from checkpoints.policies import RetentionFunction, Validity, to_remove
 from checkpoints.storage import (
+    PatientStorage,
     Storage,
     patient,
     reason_of,
@@ -77,6 +89,7 @@ class FolderHistory:
         # What policies ask for, without the tensors: a commit must not read the manifests of all
         # checkpoints again.
         self.manifests: dict[CheckpointName, Manifest] = {}
+        self.summaries = _Summaries()
         self._own: set[str] = set()
         self._known: set[CheckpointName] | None = None
 
@@ -95,6 +108,7 @@ class FolderHistory:
         """Keep only what is known about ``names``: the others were removed."""
         self.valid.intersection_update(names)
         self.manifests = {n: m for n, m in self.manifests.items() if n in names}
+        self.summaries.keep(names)
 
     def note_other_runs(self, committed: Sequence[CheckpointName], name: CheckpointName) -> str:
         """A note if another run has committed since the last call, else ``""``."""
@@ -146,13 +160,20 @@ def after_commit(
             _point_latest(storage, names[0])
         notes += filter(None, (_newer_run(names[0], name), history.note_other_runs(names, name)))
         removable: Sequence[CheckpointName] = ()
+        if keep is not None:
+            history.summaries.read(storage)
         with noted("choosing the checkpoints to keep"):
             removable = not_retained(storage, names, keep, history)
+        remaining = set(names)
         for old in removable:
             if old != name:
                 with noted(f"removing {old}"):
                     remove_committed(storage, old)
-        history.forget_others(set(names))
+                    remaining.remove(old)
+        history.forget_others(remaining)
+        if keep is not None:
+            with noted(f"writing {SUMMARIES}"):
+                history.summaries.write(storage, history.manifests)
         for folder in _superseded(entries, name):
             with noted(f"removing {folder}"):
                 storage.remove_folder(folder)
@@ -191,7 +212,7 @@ def not_retained(
                 return read_manifest(patient(storage), str(name), parse_without_tensors)
             if (known := history.manifests.get(name)) is not None:
                 return known
-            return history.remember(_manifest_of(storage, name))
+            return history.remember(_manifest_of(storage, name, history.summaries))
         except LoadError as error:
             return error
 
@@ -208,30 +229,126 @@ def not_retained(
     return to_remove(newest_first, keep, manifest_of, validity)
 
 
-def _manifest_of(storage: Storage, name: CheckpointName) -> Manifest:
+def _manifest_of(storage: Storage, name: CheckpointName, summaries: _Summaries) -> Manifest:
     """The manifest of a committed checkpoint, without its tensors. Raises :class:`LoadError`.
 
     Read once in a process while the file is unchanged: writers that each save once, such as
     :func:`checkpoints.save`, would otherwise read the manifests of all checkpoints each time.
     """
-    changed_s = 0.0  # unknown
-    with contextlib.suppress(OSError):
-        changed_s = storage.modified_s(f"{name}/{MANIFEST}")
+    changed_s = _changed_s(storage, name)
     key = (storage.place, str(name), changed_s)
     manifest = _READ.get(key)
     if manifest is None:
+        manifest = summaries.manifest_of(storage, name, changed_s)
+    if manifest is None:
         manifest = read_manifest(patient(storage), str(name), parse_without_tensors)
-        if 0 < changed_s < math.inf:
-            with _READ_LOCK:
-                _READ[key] = manifest
-                if len(_READ) > _MAX_READ:
-                    del _READ[next(iter(_READ))]
+    if key not in _READ and 0 < changed_s < math.inf:
+        with _READ_LOCK:
+            _READ[key] = manifest
+            if len(_READ) > _MAX_READ:
+                del _READ[next(iter(_READ))]
     return manifest
+
+
+def _changed_s(storage: Storage, name: CheckpointName) -> float:
+    """When the manifest of a checkpoint was written; 0.0 if that is unknown. Not asked for in an
+    object store, where an object is put once, as a whole."""
+    if _is_object_store(storage):
+        return 1.0
+    with contextlib.suppress(OSError):
+        return storage.modified_s(f"{name}/{MANIFEST}")
+    return 0.0
+
+
+def _is_object_store(storage: Storage) -> bool:
+    inner = storage.inner if isinstance(storage, PatientStorage) else storage
+    return isinstance(inner, ObjectStorage)
 
 
 _MAX_READ = 1024
 _READ: dict[tuple[str, str, float], Manifest] = {}  # by place, name and time of the last change
 _READ_LOCK = threading.Lock()
+
+
+_MAX_SUMMARIES_BYTES = 16 << 20  # those of the newest checkpoints: 100 of 1,000 writers
+
+
+class _Summaries:
+    """The manifests of a folder's checkpoints without their tensors, in one file beside them.
+
+    Another process would otherwise read the manifest of each checkpoint at its first commit. A
+    summary stands for a manifest that has not changed since, and whose files have their sizes: the
+    manifest is read where that is not known. A file that is damaged, or half written by another
+    process, has a wrong checksum and counts as missing.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, tuple[float, str]] = {}  # by name: when it was written, and its text
+        self._is_changed = False
+
+    def read(self, storage: Storage) -> None:
+        """Read the file again: other writers add to it."""
+        with contextlib.suppress(OSError, LoadError, ValueError, TypeError, AttributeError):
+            source = storage.open(SUMMARIES)
+            with contextlib.closing(source):
+                fields = decode(read_document(source, SUMMARIES), SUMMARIES, {})
+            texts = {n: (float(changed_s), str(t)) for n, (changed_s, t) in fields.items()}
+            self._is_changed = any(texts.get(name) != text for name, text in self._texts.items())
+            self._texts = texts | self._texts
+
+    def manifest_of(
+        self, storage: Storage, name: CheckpointName, changed_s: float
+    ) -> Manifest | None:
+        """The manifest of a checkpoint that is valid and whose manifest was written then."""
+        known_s, text = self._texts.get(str(name), (math.nan, ""))
+        with contextlib.suppress(LoadError, OSError):
+            manifest = parse_without_tensors(text.encode(), SUMMARIES)
+            sizes = {f"{name}/{writer.file}": writer.size_bytes for writer in manifest.writers}
+            is_same = manifest.name == name and known_s == changed_s
+            if is_same and (
+                _is_object_store(storage)
+                or all(storage.size(file) == size for file, size in sizes.items())
+            ):
+                return manifest
+        self._texts.pop(str(name), None)
+        return None
+
+    def keep(self, names: Collection[CheckpointName]) -> None:
+        """Forget the summaries of all other checkpoints."""
+        kept = set(map(str, names))
+        known = len(self._texts)
+        self._texts = {name: text for name, text in self._texts.items() if name in kept}
+        self._is_changed |= len(self._texts) < known
+
+    def write(self, storage: Storage, manifests: Mapping[CheckpointName, Manifest]) -> None:
+        """Write the file, with the summaries of these manifests. Raises ``OSError``."""
+        for name, manifest in manifests.items():
+            changed_s = 0.0 if str(name) in self._texts else _changed_s(storage, name)
+            if 0 < changed_s < math.inf:
+                self._texts[str(name)] = (changed_s, manifest.to_bytes().decode())
+                self._is_changed = True
+        if not self._is_changed:
+            return
+        self._drop_old_ones()
+        # Not durably, and in place: it is not needed, and a half-written one is not used.
+        sink = storage.create(SUMMARIES)
+        try:
+            sink.write(encode({name: iter((as_text(t),)) for name, t in self._texts.items()}))
+        finally:
+            sink.close()
+        self._is_changed = False
+
+    def _drop_old_ones(self) -> None:
+        size_bytes = 0
+        for name in sorted(self._texts, key=_age_order, reverse=True):
+            size_bytes += len(self._texts[name][1])
+            if size_bytes > _MAX_SUMMARIES_BYTES:
+                del self._texts[name]
+
+
+def _age_order(name: str) -> tuple[int, int, str]:
+    parsed = parse_committed(name)
+    return parsed.age_order if parsed is not None else (-1, -1, name)
 
 
 def validity_of(error: LoadError) -> Validity:

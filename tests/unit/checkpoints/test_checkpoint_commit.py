@@ -44,7 +44,7 @@ def _save(
 
 
 def _folders(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != "LATEST")
+    return sorted({path.name for path in root.iterdir()} - {"LATEST", ".summaries.json"})
 
 
 def test_only_the_writer_that_finds_all_parts_commits(tmp_path: Path) -> None:

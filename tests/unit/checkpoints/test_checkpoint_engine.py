@@ -18,7 +18,7 @@ from kit.checkpoint_states import odd_state, same, small_state
 from kit.manual_clock import ManualClock
 
 import checkpoints
-from checkpoints import saving
+from checkpoints import retention, saving
 from checkpoints.engine import THREAD_NAME, Engine
 from checkpoints.names import CheckpointName, failure_file
 from checkpoints.saving import SaveStatus, WriterGroup
@@ -403,7 +403,7 @@ def test_retention_reads_no_manifest_twice() -> None:
     assert 3 in [info.step for info in checkpoints.list_checkpoints(storage)], "the best one"
 
 
-def test_a_writer_for_each_save_reads_no_manifest_twice(
+def test_a_writer_for_each_save_reads_only_manifests_without_a_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifests: list[str] = []
@@ -421,11 +421,35 @@ def test_a_writer_for_each_save_reads_no_manifest_twice(
                 assert save(engine, {"loss": step}, step, WriterGroup(nonce="aa")).notes == ()
         else:
             checkpoints.save(tmp_path, {"loss": step}, step=step, nonce="aa", keep=keep)
-    assert len(set(manifests)) == len(manifests) == 19
-    path = tmp_path / manifests[0]
-    os.utime(path, (1, 1))  # a file that has changed is read again
+    assert not manifests
+    retention._READ.clear()  # as in another process
+    changed = "step-000000007.g0.aa/manifest.json"
+    os.utime(tmp_path / changed, (1, 1))  # a file that has changed is read again
     checkpoints.save(tmp_path, {"loss": 21}, step=21, nonce="aa", keep=keep)
-    assert manifests[19:].count(manifests[0]) == 1
+    assert manifests == [changed]
+    (tmp_path / ".summaries.json").write_text("torn")
+    retention._READ.clear()
+    checkpoints.save(tmp_path, {"loss": 22}, step=22, nonce="aa", keep=keep)
+    assert len(set(manifests[1:])) == len(manifests[1:]) == 21
+
+
+@pytest.mark.parametrize("damage", ["manifest", "file", "missing"])
+def test_a_summary_does_not_stand_for_a_checkpoint_that_was_damaged_since(
+    tmp_path: Path, damage: str
+) -> None:
+    """It would count for the policy, in the place of a valid one."""
+    for step in (1, 2, 3):
+        checkpoints.save(tmp_path, small_state(step), step=step, nonce="aa")
+    newest = tmp_path / "step-000000003.g0.aa"
+    path = newest / ("manifest.json" if damage == "manifest" else "00000-of-00001.safetensors")
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-9])
+    retention._READ.clear()  # as in another process
+    checkpoints.save(tmp_path, small_state(4), step=4, nonce="aa", keep=checkpoints.LatestN(2))
+    valid = [info.step for info in checkpoints.list_checkpoints(tmp_path)]
+    assert valid == [4, 2]
 
 
 def test_another_run_that_saves_into_the_same_folder_is_reported() -> None:
