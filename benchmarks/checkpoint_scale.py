@@ -3,9 +3,11 @@
 Part of ``benchmarks/checkpoint.py``; alone it takes two minutes on two cores. Stalls are processor
 time of the thread that trains, and so is the copy that each is compared with: other processes of
 the machine may take the rest. That copy is a loop of ``copy_`` over the same tensors, the least
-that a saver can do that does not know the state. The pause is the longest time for which a thread
-that wakes up every millisecond did not, or the processor time that this process used in it, if that
-is less. It is what a save's background thread adds to a step while it holds the GIL.
+that a saver can do that does not know the state. For the first save without ``reserve()``, it is a
+clone of each tensor: both then get fresh memory, whose pages the kernel clears at the first touch.
+The pause is the longest time for which a thread that wakes up every millisecond did not, or the
+processor time that this process used in it, if that is less. It is what a save's background thread
+adds to a step while it holds the GIL.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from measurement import Report, Row
 
 import checkpoints
+from checkpoints import retention
 from checkpoints.storage import LocalStorage, WritableFile
 
 TENSORS = 100_000
@@ -64,6 +67,12 @@ def many_tensors(folder: Path, note: Note) -> None:
             views = copies[step % 2].split(TENSOR_BYTES // 4)  # type: ignore[no-untyped-call]
             copy = functools.partial(_copy, list(state.values()), list(views))
             _save_beside(case, "a copy of each", copy, engine, state, step, note)
+    shutil.rmtree(folder / "tensors")
+    first = f"{case}, first save without reserve()"
+    for step in range(1, SAVES + 1):
+        with checkpoints.Engine(folder / "tensors", keep=checkpoints.LatestN(1)) as engine:
+            clone = functools.partial(_clone, list(state.values()))
+            _save_beside(first, "a clone of each", clone, engine, state, step, note)
     shutil.rmtree(folder / "tensors")
     case = f"{case}, two writers"
     with checkpoints.Engine(folder / "tensors", keep=checkpoints.LatestN(1)) as engine:
@@ -111,18 +120,25 @@ def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         target.copy_(source)
 
 
+def _clone(sources: list[torch.Tensor]) -> None:
+    clones = [source.clone() for source in sources]
+    del clones
+
+
 def many_checkpoints(folder: Path, note: Note) -> None:
     """The CPU time of a save, with a policy that asks for all manifests, while the folder fills."""
     state = {"loss": 1.0, **{f"layers.{i}": torch.ones(8) for i in range(1000)}}
     keep = checkpoints.LatestN(CHECKPOINTS) | checkpoints.BestN(1, "loss")
-    for subject, root in (("one engine", folder / "one"), ("an engine for each", folder / "each")):
+    for subject, root in (("one process", folder / "one"), ("a process for each", folder / "each")):
         engine: checkpoints.Engine | None = None
         for step in range(1, CHECKPOINTS + 1):
+            if subject != "one process":
+                retention._READ.clear()  # nothing is known of the checkpoints
             began_s = time.process_time()
             engine = engine or checkpoints.Engine(root, keep=keep)
             outcome = engine.save_async(state, step=step, world=_world()).wait()
             assert outcome is not None and outcome.status is checkpoints.SaveStatus.COMMITTED
-            if subject != "one engine":
+            if subject != "one process":
                 engine.close()
                 engine = None
             took_s = time.process_time() - began_s

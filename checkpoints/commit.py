@@ -282,8 +282,7 @@ def merge_parts(parts: Sequence[Part]) -> Manifest:
     chunks = ChunkTable()
     for metadata, section in zip(shared, sections, strict=True):
         _check_new(specs, metadata.specs)
-        for spec in metadata.specs.values():
-            specs.add(spec)
+        specs.update(metadata.specs)
         for part in section:
             if unknown := sorted(part.chunks.keys() - metadata.specs.keys()):
                 raise IncompleteAttempt(
@@ -303,6 +302,7 @@ def merge_parts(parts: Sequence[Part]) -> Manifest:
         writers=tuple(part.writer for part in parts),
         tensors=TensorTable(specs, chunks),
         tree=_merged_tree([metadata.tree for metadata in shared]),
+        types=[entry for metadata in shared for entry in metadata.types],
     )
 
 

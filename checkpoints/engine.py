@@ -196,10 +196,8 @@ class Engine:
                 world_size=world.size,
                 lineage=lineage,
                 data_position=json.loads(json.dumps(data_position)),  # a private copy
-                specs=planned.plan.specs,
-                tree=planned.tree,
+                named=planned.named,
                 section=world.section,
-                pieces=planned.plan.pieces,
                 data=self._progress.watched(data),
                 keep=self._keep,
                 fence=lambda: self._is_open(handle) and self._may_commit(world.fence),

@@ -41,7 +41,6 @@ from checkpoints.reader import (
 from checkpoints.storage import Storage, page_cache_identity, reading
 from checkpoints.tensors import BY_NAME
 from checkpoints.tiers import readable
-from checkpoints.tree import unflatten
 
 if TYPE_CHECKING:
     import torch
@@ -365,7 +364,8 @@ class LoadResult:
     """The result of a load.
 
     ``state`` is the complete saved state, with the live tensors that were loaded into. With
-    ``strict=False``, ``unmatched`` lists the tensors that were not copied, each with the reason.
+    ``strict=False``, ``unmatched`` lists the tensors that were not copied, and the values whose
+    class this process does not have and which are returned as plain ones, each with the reason.
     """
 
     state: Any
@@ -386,7 +386,8 @@ def load(
     """Load a checkpoint by name, regardless of the world size that saved it.
 
     With ``into``, a state of the same structure with live tensors, values are copied into these
-    tensors once every byte they need is verified; leaves that are not tensors are returned.
+    tensors once every byte they need is verified; leaves that are not tensors are returned, as the
+    types that they had: a class must be imported already.
     DTensors receive their shards, however the tensor was sharded when saved. Tensors that differ in
     path, shape or dtype raise :class:`StateMismatch`; with ``strict=False`` the others are copied.
 
@@ -405,8 +406,8 @@ def load(
     ``into`` has two tensors of one path (``{0: a, "0": b}``); :class:`CheckpointNotFound`,
     :class:`CorruptCheckpoint`, :class:`UnsupportedFormat`, :class:`ReadFailed`,
     :class:`StateMismatch`, also for live tensors that cannot be written (on the meta device, or
-    expanded); with ``group`` also :class:`LoadError`, if the group itself fails. Files on a memory
-    file system are verified and copied from a mapping;
+    expanded); :class:`LoadError` for a value of a class that is not imported, and with ``group``,
+    if the group itself fails. Files on a memory file system are verified and copied from a mapping;
     if they change in between, :class:`TornRead`.
     """
     storage = readable(root)
@@ -604,9 +605,9 @@ class _LoadJob:
             return plan.live[path] if path in fitting else self.buffers[tensor].tensor
 
         return LoadResult(
-            state=unflatten(plan.manifest.tree, leaf),
+            state=plan.state(leaf),
             info=info_of(plan.manifest),
-            unmatched=plan.match.unmatched() if plan.is_partial else (),
+            unmatched=plan.unmatched(),
         )
 
 

@@ -16,7 +16,7 @@ import xxhash
 from checkpoints.errors import ArgumentError, CorruptCheckpoint, UnsupportedFormat
 from checkpoints.names import MAX_WORLD_SIZE, CheckpointName, writer_file
 from checkpoints.tensors import BY_NAME, Extent, Region, Span, TensorSpec
-from checkpoints.tree import Node, check_tree, text_of
+from checkpoints.tree import Node, Types, check_tree, text_of
 
 # ----------------------------------------------------------------------------
 # Checksummed JSON: a document that contains its own hash. Used for manifests and parts.
@@ -305,6 +305,14 @@ class SpecTable(Mapping[str, TensorSpec]):
     def add(self, spec: TensorSpec) -> None:
         self._rows[spec.name] = (spec.dtype, *spec.shape)
 
+    def update(self, others: Mapping[str, TensorSpec]) -> None:
+        """Add all of ``others``."""
+        if isinstance(others, SpecTable):
+            self._rows |= others._rows
+            return
+        for spec in others.values():
+            self.add(spec)
+
     def __getitem__(self, tensor: str) -> TensorSpec:
         dtype, *shape = self._rows[tensor]
         return TensorSpec(tensor, dtype, tuple(shape))
@@ -390,6 +398,7 @@ class Manifest:
     writers: tuple[WriterEntry, ...]  # by rank
     tensors: Mapping[str, TensorEntry]
     tree: Node
+    types: Types = ()
 
     def to_bytes(self) -> bytes:
         return encode(
@@ -406,6 +415,7 @@ class Manifest:
                 "writers": [writer.as_json() for writer in self.writers],
                 "tensors": _object((name, entry.pieces()) for name, entry in self.tensors.items()),
                 "tree": iter((text_of(self.tree),)),
+                **_types_json(self.types),
             }
         )
 
@@ -413,7 +423,7 @@ class Manifest:
 def without_tensors(manifest: Manifest) -> Manifest:
     """The manifest without its tensors, in its tree neither: small, whatever the model's size."""
     tree = _without_tensors(manifest.tree) or {"dict": {}}
-    return dataclasses.replace(manifest, tensors={}, tree=tree)
+    return dataclasses.replace(manifest, tensors={}, tree=tree, types=())
 
 
 def _without_tensors(node: Node) -> Node | None:
@@ -481,6 +491,7 @@ class SharedMetadata:
     versions: Mapping[str, str]
     specs: Mapping[str, TensorSpec]
     tree: Node
+    types: Types = ()
 
     def pieces(self) -> Iterator[str]:
         """The JSON text, in pieces."""
@@ -495,6 +506,7 @@ class SharedMetadata:
                 ("versions", (as_text(dict(self.versions)),)),
                 ("specs", _array(specs)),
                 ("tree", (text_of(self.tree),)),
+                *((key, (as_text(types),)) for key, types in _types_json(self.types).items()),
             )
         )
 
@@ -531,6 +543,10 @@ def info_of(manifest: Manifest) -> CheckpointInfo:
         size_bytes=sum(writer.size_bytes for writer in manifest.writers),
         tensor_count=len(manifest.tensors),
     )
+
+
+def _types_json(types: Types) -> dict[str, Any]:
+    return {"types": [list(entry) for entry in types]} if types else {}
 
 
 def lineage_json(lineage: Lineage) -> list[list[int]]:
@@ -698,6 +714,7 @@ _MANIFEST_FIELDS = _COMMON_FIELDS | {
     *("writers", "tensors", "tree"),
 }
 _PART_FIELDS = _COMMON_FIELDS | {"writer", "specs_xxh3_128", "chunks", "shared"}
+_SHARED_FIELDS = {"lineage", "data_position", "versions", "specs", "tree"}
 
 
 def parse_manifest(data: bytes, file: str) -> Manifest:
@@ -762,7 +779,8 @@ class _Parser:
     def manifest(self, data: bytes, tensors: Callable[[Scanner], Any] | None = None) -> Manifest:
         """A manifest, of which the tensors and the tree are unchecked. ``tensors`` reads them."""
         readers = {"format": self._format, "tensors": tensors or self._tensors, "tree": self._node}
-        fields = self._keys(decode(data, self._file, readers), _MANIFEST_FIELDS)
+        fields = decode(data, self._file, readers)
+        self._keys(fields, _MANIFEST_FIELDS | (fields.keys() & {"types"}))
         name = self._name(fields)
         world_size = self._world_size(fields["world_size"])
         writers = tuple(self._writer(w, world_size) for w in self._list(fields["writers"]))
@@ -778,6 +796,7 @@ class _Parser:
             writers=writers,
             tensors=fields["tensors"],
             tree=fields["tree"],
+            types=self._types(fields.get("types", [])),
         )
 
     def part(self, data: bytes) -> Part:
@@ -806,15 +825,15 @@ class _Parser:
             scanner.value()
             return None
         readers = {"specs": self._specs, "tree": self._node}
-        fields = self._keys(
-            scanner.object(readers), ("lineage", "data_position", "versions", "specs", "tree")
-        )
+        fields = scanner.object(readers)
+        self._keys(fields, _SHARED_FIELDS | (fields.keys() & {"types"}))
         return SharedMetadata(
             lineage=self._lineage(fields["lineage"]),
             data_position=fields["data_position"],
             versions=self._versions(fields["versions"]),
             specs=fields["specs"],
             tree=self.tree(fields["tree"], fields["specs"]),
+            types=self._types(fields.get("types", [])),
         )
 
     # --- tensors
@@ -918,6 +937,14 @@ class _Parser:
             self._fail(problem)
         assert isinstance(tree, dict)
         return tree
+
+    def _types(self, value: object) -> Types:
+        types = self._list(value)
+        for entry in types:
+            path, name, _ = entry if isinstance(entry, list) and len(entry) == 3 else ([], 0, 0)
+            if not isinstance(name, str) or not all(type(key) in (str, int) for key in path):
+                self._fail("the type of a value is malformed")
+        return types
 
     # --- other fields
 

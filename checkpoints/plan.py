@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpoints.commit import read_manifest
-from checkpoints.errors import StateMismatch
+from checkpoints.errors import LoadError, StateMismatch
 from checkpoints.manifest import Manifest, digest
 from checkpoints.reader import MappedCheckpoint, TensorBuffer, into_buffers, read_chunks
 from checkpoints.storage import Storage
@@ -25,6 +25,7 @@ from checkpoints.tree import (
     tensor_leaves,
     unflatten,
 )
+from checkpoints.values import typed_form
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,16 @@ class LoadPlan:
     match: Match
     is_partial: bool
     into_live: bool  # copy into live tensors; else all is returned
+    untyped: Mapping[tuple[object, ...], str]  # values whose type cannot be restored, and why
+
+    def state(self, leaf: Callable[[str, str], object]) -> Any:
+        """The saved state; ``leaf(path, name)`` supplies each tensor."""
+        types = [entry for entry in self.manifest.types if tuple(entry[0]) not in self.untyped]
+        return typed_form(unflatten(self.manifest.tree, leaf), types)
+
+    def unmatched(self) -> tuple[str, ...]:
+        """What is not loaded as it was saved, each with the reason."""
+        return (*(self.match.unmatched() if self.is_partial else ()), *self.untyped.values())
 
     def mapped_files(self) -> MappedCheckpoint | None:
         """The mapped files, if the load copies from them directly into live tensors; else None."""
@@ -129,6 +140,7 @@ def prepare(
     manifest = read_manifest(storage, name)
     if only is not None:
         manifest = _part_of(manifest, only)
+    untyped = _untyped(manifest, strict)
     leaves = tensor_leaves(manifest.tree)
     if into is not None and len(set(leaves.values())) < len(manifest.tensors):
         _check_paths(manifest)
@@ -141,7 +153,22 @@ def prepare(
         raise StateMismatch(
             name, missing=match.missing, extra=match.extra, mismatched=match.mismatched
         )
-    return LoadPlan(storage, manifest, live, leaves, match, differs, into is not None)
+    return LoadPlan(storage, manifest, live, leaves, match, differs, into is not None, untyped)
+
+
+def _untyped(manifest: Manifest, strict: bool) -> dict[tuple[object, ...], str]:
+    """The values whose type cannot be restored in this process, with the reasons. Found before
+    anything is changed. Raises LoadError with ``strict``."""
+    if not manifest.types:
+        return {}
+    failed: list[tuple[tuple[object, ...], str]] = []
+    typed_form(unflatten(manifest.tree, lambda path, name: None), manifest.types, failed)
+    if failed and strict:
+        raise LoadError(
+            f"{manifest.name}: {failed[0][1]}",
+            hint="Import the module of its class, or pass strict=False to get the plain value.",
+        )
+    return dict(failed)
 
 
 def _part_of(manifest: Manifest, key: str) -> Manifest:
@@ -150,9 +177,10 @@ def _part_of(manifest: Manifest, key: str) -> Manifest:
     if part is None:
         raise StateMismatch(str(manifest.name), missing=(key,), extra=(), mismatched=())
     tree = {"dict": {key: part}}
+    types = [entry for entry in manifest.types if entry[0][:1] == [key]]
     needed = set(tensor_leaves(tree).values())
     tensors = {name: entry for name, entry in manifest.tensors.items() if name in needed}
-    return dataclasses.replace(manifest, tree=tree, tensors=tensors)
+    return dataclasses.replace(manifest, tree=tree, types=types, tensors=tensors)
 
 
 def _check_paths(manifest: Manifest) -> None:

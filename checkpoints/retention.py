@@ -329,21 +329,20 @@ class _Summaries:
                 self._is_changed = True
         if not self._is_changed:
             return
-        self._drop_old_ones()
         # Not durably, and in place: it is not needed, and a half-written one is not used.
         sink = storage.create(SUMMARIES)
         try:
-            sink.write(encode({name: iter((as_text(t),)) for name, t in self._texts.items()}))
+            sink.write(encode({name: iter((as_text(t),)) for name, t in self._newest()}))
         finally:
             sink.close()
         self._is_changed = False
 
-    def _drop_old_ones(self) -> None:
-        size_bytes = 0
+    def _newest(self) -> Iterator[tuple[str, tuple[float, str]]]:
+        left_bytes = _MAX_SUMMARIES_BYTES
         for name in sorted(self._texts, key=_age_order, reverse=True):
-            size_bytes += len(self._texts[name][1])
-            if size_bytes > _MAX_SUMMARIES_BYTES:
-                del self._texts[name]
+            left_bytes -= len(self._texts[name][1])
+            if left_bytes > 0:
+                yield name, self._texts[name]
 
 
 def _age_order(name: str) -> tuple[int, int, str]:

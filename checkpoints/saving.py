@@ -40,6 +40,7 @@ from checkpoints.manifest import (
     SharedMetadata,
     WriterEntry,
     as_lineage,
+    as_text,
     digest,
 )
 from checkpoints.names import MAX_WORLD_SIZE, CheckpointName, failure_file, part_file, writer_file
@@ -52,7 +53,14 @@ from checkpoints.retention import (
     free_space,
     remove_superseded,
 )
-from checkpoints.save_plan import Pieces, PlannedSave, SavePlan, SavePlanner
+from checkpoints.save_plan import (
+    NamedState,
+    Pieces,
+    PlannedSave,
+    SavePlan,
+    SavePlanner,
+    digest_of,
+)
 from checkpoints.storage import (
     ABSENT,
     Storage,
@@ -76,7 +84,8 @@ from checkpoints.tensors import (
     full_region,
     share_of,
 )
-from checkpoints.tree import Node, flatten, spec_of
+from checkpoints.tree import flatten, spec_of
+from checkpoints.values import plain_form
 
 T = TypeVar("T")
 
@@ -214,10 +223,8 @@ class WriteAttempt:
     world_size: int
     lineage: Lineage
     data_position: Any
-    specs: tuple[TensorSpec, ...]
-    tree: Node
+    named: Callable[[], NamedState]  # called by the thread that writes
     section: tuple[int, ...] | None  # the ranks with the same tensors; None: all
-    pieces: Pieces
     data: Data  # reads the bytes of a chunk
     keep: RetentionFunction | None
     fence: Callable[[], bool] | None  # called before a commit, and before ``keep`` is applied
@@ -228,10 +235,15 @@ class WriteAttempt:
         """Whether this world may still commit, and remove checkpoints."""
         return self.fence is None or self.fence()
 
+    @functools.cached_property
+    def state(self) -> NamedState:
+        """What is saved."""
+        return self.named()
+
     @property
     def size_bytes(self) -> int:
-        """The size of the tensors."""
-        return sum(place.count * spec.element_bytes for spec, place in self.pieces)
+        """The size of this writer's share of the tensors."""
+        return sum(place.count * spec.element_bytes for spec, place in self.state.pieces)
 
 
 @dataclass(frozen=True)
@@ -360,7 +372,7 @@ def _part_of(attempt: WriteAttempt, written: WrittenFile) -> Part:
         name=attempt.name,
         world_size=attempt.world_size,
         writer=written.writer,
-        specs_xxh3_128=_digest_of(attempt.specs),
+        specs_xxh3_128=attempt.state.specs_xxh3_128,
         chunks=written.chunks,
         section=attempt.section,
         shared=_shared(attempt) if is_first else None,
@@ -389,7 +401,7 @@ def _write_share(storage: Storage, attempt: WriteAttempt, wall_time_s: float) ->
         write_share,
         storage,
         attempt.name.attempt,
-        attempt.pieces,
+        attempt.state.pieces,
         attempt.data,
         rank=attempt.rank,
         world_size=attempt.world_size,
@@ -428,15 +440,14 @@ def _check_same(attempt: WriteAttempt, saved: Manifest | Part) -> None:
         chunks = {name: tensor.chunks for name, tensor in saved.tensors.items()}
         specs = {name: tensor.spec for name, tensor in saved.tensors.items()}
         differs = saved.world_size != attempt.world_size
-        differs |= any(specs.get(spec.name) != spec for spec in attempt.specs)
+        differs |= any(specs.get(name) != spec for name, spec in attempt.state.specs.items())
         if is_first and attempt.section is None:
-            differs |= (saved.tree, saved.data_position) != (attempt.tree, attempt.data_position)
+            differs |= _content_of(saved) != _content_of(attempt)
     else:
         chunks = dict(saved.chunks)
-        differs = saved.specs_xxh3_128 != _digest_of(attempt.specs)
+        differs = saved.specs_xxh3_128 != attempt.state.specs_xxh3_128
         if is_first and saved.shared is not None:
-            before = (saved.shared.tree, saved.shared.data_position)
-            differs |= before != (attempt.tree, attempt.data_position)
+            differs |= _content_of(saved.shared) != _content_of(attempt)
     file = writer_file(attempt.rank, attempt.world_size)
     hashes = {(n, c.place): c.xxh3_128 for n, cs in chunks.items() for c in cs if c.file == file}
     if differs or any(hashes.get(key, hashed) != hashed for key, hashed in _hashes(attempt)):
@@ -447,8 +458,14 @@ def _check_same(attempt: WriteAttempt, saved: Manifest | Part) -> None:
         )
 
 
+def _content_of(saved: Manifest | SharedMetadata | WriteAttempt) -> tuple[object, ...]:
+    """What a checkpoint holds besides tensors."""
+    state = saved.state if isinstance(saved, WriteAttempt) else saved
+    return state.tree, {as_text(entry) for entry in state.types}, saved.data_position
+
+
 def _hashes(attempt: WriteAttempt) -> Iterator[tuple[tuple[str, Extent], str]]:
-    for spec, place in attempt.pieces:
+    for spec, place in attempt.state.pieces:
         for piece in chunks_of(place, spec.element_bytes):
             yield (spec.name, piece), digest(attempt.data(spec, piece))
 
@@ -525,18 +542,14 @@ def _record_failure(storage: Storage, name: CheckpointName, rank: int, world_siz
             storage.create(f"{name.attempt}/{failure_file(rank, world_size)}").close()
 
 
-def _digest_of(specs: tuple[TensorSpec, ...]) -> str:
-    listed = (json.dumps([spec.name, spec.dtype, spec.shape]) for spec in specs)
-    return digest(f"[{', '.join(listed)}]".encode("ascii"))
-
-
 def _shared(attempt: WriteAttempt) -> SharedMetadata:
     return SharedMetadata(
         lineage=attempt.lineage,
         data_position=attempt.data_position,
         versions=_versions(),
-        specs={spec.name: spec for spec in attempt.specs},
-        tree=attempt.tree,
+        specs=attempt.state.specs,
+        tree=attempt.state.tree,
+        types=attempt.state.types,
     )
 
 
@@ -766,10 +779,11 @@ def save(
     check_json(data_position)
     ancestors = lineage_of(name, lineage)
     storage = patient(storage_for(root))
-    tree, tensors = flatten(state)
-    specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
+    plain, types = plain_form(state)
+    tree, tensors = flatten(plain)
+    specs = {key: spec_of(key, tensor) for key, tensor in tensors.items()}
 
-    pieces = share_of(specs, world_size, rank, section)
+    pieces = share_of(tuple(specs.values()), world_size, rank, section)
     for spec, place in pieces:  # reading them while writing would fail the other writers, too
         check_held(tensors[spec.name], place)
 
@@ -784,10 +798,8 @@ def save(
         world_size=world_size,
         lineage=ancestors,
         data_position=data_position,
-        specs=specs,
-        tree=tree,
+        named=lambda: NamedState(specs, digest_of(specs), pieces, tree, types),
         section=section,
-        pieces=pieces,
         data=data,
         keep=keep,
         fence=fence,
@@ -874,6 +886,11 @@ class StagingBuffer:
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> None:
         """Allocate the memory and fault its pages in, so that the first save is not slower."""
+        if self._allocate(size_bytes, pinned=pinned):
+            self._bytes.fill_(1)  # writing zeros might not fault the pages in
+
+    def _allocate(self, size_bytes: int, *, pinned: bool) -> bool:
+        """Whether there is new memory, whose pages the next copy into it faults in."""
         if self._bytes.numel() < size_bytes or (pinned and not self._bytes.is_pinned()):
             # Free the old buffer before allocating the new one.
             self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -882,7 +899,8 @@ class StagingBuffer:
                 if pinned
                 else empty((size_bytes,), torch.uint8)
             )
-            self._bytes.fill_(1)  # writing zeros might not fault the pages in
+            return True
+        return False
 
     def fill(
         self, planner: SavePlanner, state: object, group: WriterGroup
@@ -894,7 +912,7 @@ class StagingBuffer:
         """
 
         def memory(plan: SavePlan) -> torch.Tensor:
-            self.reserve(plan.size_bytes, pinned=bool(plan.gpus))
+            self._allocate(plan.size_bytes, pinned=bool(plan.gpus))
             return self._bytes
 
         planned = planner.copy(
@@ -903,7 +921,7 @@ class StagingBuffer:
         plan, staged = planned.plan, self._bytes.numpy().data
 
         def data(spec: TensorSpec, chunk: Extent) -> memoryview:
-            begin = plan.begin_of(spec, chunk)
+            begin = plan.content().begin_of(spec, chunk)
             return staged[begin : begin + chunk.count * spec.element_bytes]
 
         return planned, data

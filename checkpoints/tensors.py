@@ -559,8 +559,8 @@ def _block(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 # ----------------------------------------------------------------------------
 # Which rank writes what: a pure function of (tensors, world size, rank), without communication.
 #
-# Replicated tensors are concatenated, widest elements first, those of one shape together, and cut
-# into W pieces of equal bytes, rounded up to an element. A rank's share of a tensor is a *span*: a
+# Replicated tensors are concatenated, widest elements first, those of one shape and type together,
+# and cut into W pieces of equal bytes, rounded up to an element. A rank's share is a *span*: a
 # run of elements in row-major order. For sharded tensors, a rank writes *regions* that it holds. In
 # a file, wide elements come first, which keeps every piece aligned.
 
@@ -590,6 +590,11 @@ class TensorSpec:
         return self.count * self.element_bytes
 
 
+def file_order(spec: TensorSpec) -> tuple[object, ...]:
+    """Sort key of the tensors in a file: those of one type and shape are copied together."""
+    return -spec.element_bytes, spec.shape, spec.dtype
+
+
 def share_of(
     specs: Sequence[TensorSpec], world_size: int, rank: int, section: Sequence[int] | None = None
 ) -> tuple[tuple[TensorSpec, Extent], ...]:
@@ -602,8 +607,7 @@ def share_of(
     >>> [(s.name, span.start, span.count) for s, span in share_of(specs, 2, 1)]
     [('a', 2, 1), ('b', 0, 4)]
     """
-    # Small tensors of one shape that follow each other are copied together (see SavePlan).
-    ordered = sorted(specs, key=lambda spec: (-spec.element_bytes, spec.shape))
+    ordered = sorted(specs, key=file_order)
     total = sum(spec.size_bytes for spec in ordered if spec.layout is None)
     among = range(world_size) if section is None else section
     place = among.index(rank)
@@ -617,7 +621,7 @@ def share_of(
                 (spec, region) for region in written_regions(spec.layout, spec.shape, rank, turn)
             ]
             continue
-        start, stop = (_element_at(cut - begin, spec) for cut in (low, high))
+        start, stop = (element_at(cut - begin, spec) for cut in (low, high))
         # Empty tensors have no bytes, but safetensors readers look up their names.
         if stop > start or (spec.count == 0 and place == 0):
             pieces.append((spec, Span(start, stop - start)))
@@ -634,7 +638,7 @@ def _check_mesh(spec: TensorSpec, layout: Layout, world_size: int) -> None:
         )
 
 
-def _element_at(offset_bytes: int, spec: TensorSpec) -> int:
+def element_at(offset_bytes: int, spec: TensorSpec) -> int:
     """The first element at or after a byte offset; equal for the ranks on both sides of a cut."""
     return min(max(-(-offset_bytes // spec.element_bytes), 0), spec.count)
 

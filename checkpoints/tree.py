@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.errors import StateError
@@ -40,15 +41,21 @@ MAX_INT_BITS = 1024
 
 Node = dict[str, Any]
 
+Types = Sequence[Sequence[Any]]
+"""Of the values that are not of a type of the tree (:mod:`checkpoints.values`): for each its path,
+its class, and what else it needs."""
+
 
 def flatten(state: object) -> tuple[Node, dict[str, torch.Tensor]]:
-    """The tree of ``state`` and its tensors by name. Copies no tensor.
+    """The tree of ``state`` and its tensors by name, in the order of the levels of the tree. Copies
+    no tensor.
 
     Raises :class:`StateError`, with the path of the first item that is neither a JSON value nor a
     tensor.
     """
     flattening = _Flattening()
-    return flattening.node(state, ()), flattening.tensors
+    node = flattening.node(state, ())
+    return node, flattening.by_level()
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -106,10 +113,13 @@ def live_tensors(state: object) -> dict[str, torch.Tensor]:
         if isinstance(item, torch.Tensor):
             if tensors.setdefault(path_name(path), item) is not item:
                 raise StateError(_same_path(path))
-        elif isinstance(item, Mapping):
+        elif isinstance(item, Mapping) and has_plain_keys(item):
             for key, value in item.items():
                 visit(value, (*path, key))
-        elif isinstance(item, (list, tuple)):
+        elif isinstance(item, Mapping):  # saved as a list of pairs
+            for index, value in enumerate(item.values()):
+                visit(value, (*path, index, 1))
+        elif isinstance(item, (list, tuple, deque)):
             for index, value in enumerate(item):
                 visit(value, (*path, index))
 
@@ -123,7 +133,27 @@ def path_name(path: tuple[object, ...]) -> str:
     >>> path_name(("model", "a/b", 0))
     'model/a~1b/0'
     """
-    return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
+    return "/".join(map(escaped, path))
+
+
+def escaped(key: object) -> str:
+    """One part of a path."""
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def unused_name(path: str, used: Collection[str]) -> str:
+    """The name of a tensor at this path."""
+    wanted = name = path or "tensor"
+    count = 1
+    while name in used or name == "__metadata__":  # a reserved name
+        count += 1
+        name = f"{wanted}~{count}"
+    return name
+
+
+def has_plain_keys(value: Mapping[Any, Any]) -> bool:
+    """Whether all keys of a dict are strings and integers, which a tree holds."""
+    return all(type(key) is str or type(key) is int for key in value)
 
 
 class _Flattening:
@@ -134,6 +164,13 @@ class _Flattening:
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[tuple[object, ...], str] = {}
         self._paths: set[str] = set()
+        self._places: dict[str, tuple[int, int]] = {}  # the level, and the position in the state
+
+    def by_level(self) -> dict[str, torch.Tensor]:
+        """The tensors, each where it is first in the highest level."""
+        return {
+            name: self.tensors[name] for name in sorted(self._places, key=self._places.__getitem__)
+        }
 
     def node(self, item: object, path: tuple[object, ...]) -> Node:
         _check_depth(path)
@@ -150,10 +187,10 @@ class _Flattening:
         for key in item:
             if not isinstance(key, (str, int)) or isinstance(key, bool):
                 raise StateError(
-                    f"{_where(path)} has the key {key!r}; only str and int keys can be saved"
+                    f"{where(path)} has the key {key!r}; only str and int keys can be saved"
                 )
             if isinstance(key, int) and key.bit_length() > MAX_INT_BITS:
-                raise StateError(f"{_where(path)} has an int key of more than {MAX_INT_BITS} bits")
+                raise StateError(f"{where(path)} has an int key of more than {MAX_INT_BITS} bits")
         if all(isinstance(key, str) for key in item):
             return {"dict": {str.__str__(k): self.node(v, (*path, k)) for k, v in item.items()}}
         return {
@@ -170,13 +207,13 @@ class _Flattening:
         self._paths.add(path_name(path))
         # self.tensors keeps the tensor alive, so its address cannot be reused.
         memory = memory_identity(tensor)
+        place = (len(path), len(self._paths))
         if tensor.numel() and memory in self._names:
-            return self._names[memory]
-        wanted = name = path_name(path) or "tensor"
-        count = 1
-        while name in self.tensors or name == "__metadata__":  # a reserved name
-            count += 1
-            name = f"{wanted}~{count}"
+            name = self._names[memory]
+            self._places[name] = min(self._places[name], place)
+            return name
+        name = unused_name(path_name(path), self.tensors)
+        self._places[name] = place
         self.tensors[name] = tensor if is_dtensor(tensor) else tensor.detach()
         self._names[memory] = name
         return name
@@ -199,15 +236,15 @@ def memory_identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
     if is_dtensor(tensor):
-        local_regions(tensor, _where(path))
+        local_regions(tensor, where(path))
         tensor = local_of(tensor)
     if not has_plain_bytes(tensor):
         raise StateError(
-            f"{_where(path)} is a {_kind(tensor)} tensor: it has no plain bytes to save",
+            f"{where(path)} is a {_kind(tensor)} tensor: it has no plain bytes to save",
             hint="Save the plain tensors that it consists of.",
         )
     if tensor.dtype not in by_dtype():
-        raise StateError(f"{_where(path)} has the type {tensor.dtype}, which cannot be saved")
+        raise StateError(f"{where(path)} has the type {tensor.dtype}, which cannot be saved")
 
 
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
@@ -263,13 +300,13 @@ def value_node(item: object, path: tuple[object, ...]) -> Node:
         return {"value": str.__str__(item)}
     if isinstance(item, int):
         if item.bit_length() > MAX_INT_BITS:
-            raise StateError(f"{_where(path)} is an integer of more than {MAX_INT_BITS} bits")
+            raise StateError(f"{where(path)} is an integer of more than {MAX_INT_BITS} bits")
         return {"value": int(item)}
     if isinstance(item, float):
         number = float(item)
         return {"value": number} if math.isfinite(number) else {"float": repr(number)}
     raise StateError(
-        f"{_where(path)} is a {type(item).__module__}.{type(item).__qualname__}; "
+        f"{where(path)} is a {type(item).__module__}.{type(item).__qualname__}; "
         "a checkpoint holds tensors, None, bool, int, float, str, and dicts, lists and tuples",
         hint="Convert arrays to tensors (torch.from_numpy) and objects to dicts.",
     )
@@ -340,10 +377,10 @@ def _is_item(item: object) -> bool:
 def _check_depth(path: tuple[object, ...]) -> None:
     if len(path) > MAX_DEPTH:
         raise StateError(
-            f"the state is nested more than {MAX_DEPTH} levels deep at {_where(path[:5])} …",
+            f"the state is nested more than {MAX_DEPTH} levels deep at {where(path[:5])} …",
             hint="Does a dict or list contain itself?",
         )
 
 
-def _where(path: tuple[object, ...]) -> str:
+def where(path: tuple[object, ...]) -> str:
     return f"state[{path_name(path)!r}]" if path else "the state"

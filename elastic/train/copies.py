@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from checkpoints.tensors import is_dtensor
+from checkpoints.values import PLAIN, is_array, items_of, like
 from elastic.torch_private import copy_each
 from elastic.train.sharding import local_value
-from elastic.train.values import PLAIN, is_array, items_of, like
 
 # ----------------------------------------------------------------------------
 # Copies tensors and optimizers' states, into the same memory from step to step.

@@ -15,6 +15,7 @@ import xxhash
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from checkpoints.values import is_array, items_of
 from elastic import torch_private
 from elastic.errors import SYSTEM_CLOCK, ConfigError
 from elastic.telemetry.log import get_logger
@@ -33,7 +34,7 @@ from elastic.train.local import position_of
 from elastic.train.sampler import Position
 from elastic.train.sharding import local_value
 from elastic.train.state import JobState, Stateful
-from elastic.train.values import Writing, is_array, items_of, write_into
+from elastic.train.values import Writing, write_into
 
 # A copy of the weights at each step that takes less is not worth a decision: a thousandth of a step
 # of a quarter of a second, and less than a gradient reduction over any network.

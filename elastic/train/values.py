@@ -2,53 +2,27 @@
 
 from __future__ import annotations
 
-import enum
-import pathlib
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+import functools
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from checkpoints.errors import StateError
+import checkpoints.values
+from checkpoints.errors import LoadError
 from checkpoints.tensors import is_dtensor
-from checkpoints.tree import MAX_DEPTH, has_plain_bytes, path_name
+from checkpoints.tree import Types
+from checkpoints.values import PLAIN, is_array, items_of, like
 from elastic.errors import TrainingError
 from elastic.train.sharding import local_value
 
-# ----------------------------------------------------------------------------
-# Types of values in a state, beyond those of checkpoints.
-#
-# Checkpoints, and messages to other ranks, hold tensors, None, bool, int, float, str, dicts, lists
-# and tuples. Values of other types (a Counter, a namedtuple, an IntEnum, NumPy's numbers) are
-# converted to these, and their types are kept beside them, as a part of the state. A value that
-# would return as another type, or lose a part, is refused with its path.
-
-PLAIN = frozenset({type(None), bool, int, float, str})
-"""Immutable types that a checkpoint holds."""
-
-Types = list[list[Any]]
-"""For each value of another type: its path in the plain form, its class, and what else it needs."""
-
-_Path = tuple[Any, ...]
-_FACTORIES: tuple[Any, ...] = (None, bool, int, float, complex, str, list, tuple, dict, set,
-                               Counter, OrderedDict)  # fmt: skip
-
-
-def plain_form(state: Any) -> tuple[Any, Types]:
-    """``state`` with values that a checkpoint holds, and the types of the converted ones. Copies no
-    tensor.
-
-    Raises checkpoints.StateError, with the path of the first value that cannot be stored.
-    """
-    types: Types = []
-    return _plain(state, (), types), types
+plain_form = functools.partial(checkpoints.values.plain_form, typed_tensors=True)
+"""The form of a state in checkpoints and messages to other ranks; its types are a part of it."""
 
 
 def typed_form(plain: Any, types: Types) -> Any:
@@ -56,273 +30,10 @@ def typed_form(plain: Any, types: Types) -> Any:
 
     Raises TrainingError if a type does not exist in this process.
     """
-    if not types:
-        return plain
-    return _typed(plain, (), {tuple(path): (name, detail) for path, name, detail in types})
-
-
-def like(container: Any, items: Any) -> Any:
-    """A new container of the same type with these items: pairs for a dict."""
-    return _filled(type(container), items, _detail_of(container))
-
-
-def items_of(container: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The parts of a container by key or position; None for anything else, and for sets, whose
-    elements cannot be changed in place."""
-    if isinstance(container, dict):
-        return container.items()
-    if isinstance(container, (list, tuple, deque)):
-        return enumerate(container)
-    return None
-
-
-def is_array(value: Any) -> bool:
-    """Whether it is a NumPy array. NumPy is optional, and torch imports it if it exists."""
-    return isinstance(value, _numpy("ndarray"))
-
-
-# -- to plain values ------------------------------------------------------------------------------
-
-
-def _plain(value: Any, path: _Path, types: Types) -> Any:
-    kind = type(value)
-    if kind in PLAIN:
-        return value
-    if isinstance(value, torch.Tensor) and not _has_own_type(value):
-        return value
-    if len(path) > MAX_DEPTH:
-        raise StateError(
-            f"the state is nested more than {MAX_DEPTH} levels deep at {_where(path[:5])} …",
-            hint="Does a dict or list contain itself?",
-        )
-    if kind is dict and _has_plain_keys(value):
-        return {key: _plain(item, (*path, key), types) for key, item in value.items()}
-    if kind is list or kind is tuple:
-        return kind(_plain(item, (*path, i), types) for i, item in enumerate(value))
-    form = next((form for form in _FORMS if isinstance(value, form.of)), None)
-    if form is None:
-        raise _unstorable(value, path)
-    _require_rebuildable(value, path)
     try:
-        children = form.plain(value)
-    except (TypeError, ValueError) as error:
-        raise _unstorable(value, path, str(error)) from None
-    types.append([list(path), _name_of(kind), _detail_of(value)])
-    return children if isinstance(children, torch.Tensor) else _plain(children, path, types)
-
-
-def _has_own_type(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor with these elements would be another value: for a parameter, another
-    tensor for which gradients are computed, and a subclass. DTensors, and subclasses that hold
-    other tensors, are stored or refused by the rules of the format."""
-    kind = type(tensor)
-    if kind is torch.Tensor:
-        return tensor.requires_grad and tensor.is_leaf
-    if kind is nn.Parameter:
-        return True
-    # Subclasses with attributes (quantised weights) are written into live ones, which keep them.
-    is_plain = not is_dtensor(tensor) and has_plain_bytes(tensor)
-    return is_plain and _class_named(_name_of(kind)) is kind and not _attributes_of(tensor)
-
-
-def _require_rebuildable(value: Any, path: _Path) -> None:
-    kind = type(value)
-    if _class_named(_name_of(kind)) is not kind:
-        raise _unstorable(value, path, "its class is not defined at the top level of a module")
-    attributes = _attributes_of(value) - _LOST_ATTRIBUTES
-    if attributes and isinstance(value, _BUILTIN_BASES) and not isinstance(value, enum.Enum):
-        raise _unstorable(value, path, "it has attributes, which would be lost")
-    if isinstance(value, defaultdict) and value.default_factory not in _FACTORIES:
-        reason = "its default_factory is a function: use list, dict, set, int, float, …"
-        raise _unstorable(value, path, reason)
-
-
-def _attributes_of(value: Any) -> set[str]:
-    """The names of a value's attributes, also of those in slots."""
-    names = set(getattr(value, "__dict__", ()))
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names.update((slots,) if isinstance(slots, str) else slots)
-    return {name for name in names if hasattr(value, name)}
-
-
-def _unstorable(value: Any, path: _Path, reason: str = "") -> StateError:
-    kind = type(value)
-    return StateError(
-        f"{_where(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored"
-        + (f": {reason}" if reason else ""),
-        hint="Use tensors, numbers, strings, and dicts, lists, tuples, sets or deques of them; "
-        "give an object a state_dict and load_state_dict, and track it.",
-    )
-
-
-def _where(path: _Path) -> str:
-    return f"state[{path_name(path)!r}]" if path else "the state"
-
-
-def _has_plain_keys(value: Mapping[Any, Any]) -> bool:
-    return all(type(key) is str or type(key) is int for key in value)
-
-
-def _detail_of(value: Any) -> Any:
-    """What a value needs besides its class and its plain form."""
-    if isinstance(value, defaultdict):
-        return _FACTORIES.index(value.default_factory) if _is_known_factory(value) else 0
-    if isinstance(value, deque):
-        return value.maxlen
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    return None
-
-
-def _is_known_factory(value: defaultdict[Any, Any]) -> bool:
-    return value.default_factory in _FACTORIES
-
-
-# -- the types ------------------------------------------------------------------------------------
-
-
-class _Form(NamedTuple):
-    """How values of a type, and of its subclasses, are stored."""
-
-    of: Any  # a class, or several
-    plain: Callable[[Any], Any]
-    typed: Callable[[Any, Any, Any], Any]  # of the class, the plain form and the detail
-
-
-def _pairs(value: Mapping[Any, Any]) -> Any:
-    """A dict; a list of pairs if it has keys other than str and int."""
-    return dict(value) if _has_plain_keys(value) else [[k, v] for k, v in value.items()]
-
-
-def _filled(kind: Any, items: Any, detail: Any) -> Any:
-    """A container of this class with these items, without its ``__init__``."""
-    if issubclass(kind, dict):
-        pairs = items.items() if isinstance(items, dict) else items
-        made = kind.__new__(kind)
-        if issubclass(kind, defaultdict):
-            made.default_factory = _FACTORIES[detail or 0]
-        base = OrderedDict if issubclass(kind, OrderedDict) else dict
-        for key, item in pairs:
-            base.__setitem__(made, key, item)
-        return made
-    if issubclass(kind, list):
-        made = kind.__new__(kind)
-        list.extend(made, items)
-        return made
-    if issubclass(kind, deque):
-        made = kind.__new__(kind)
-        deque.__init__(made, items, detail)
-        return made
-    if issubclass(kind, set):
-        made = kind.__new__(kind)
-        set.update(made, items)
-        return made
-    if issubclass(kind, frozenset):
-        return frozenset.__new__(kind, items)
-    # torch.Size, and the results of torch.max and others, are made in C++.
-    is_of_python = kind.__new__ is tuple.__new__ or isinstance(kind.__new__, FunctionType)
-    return tuple.__new__(kind, items) if is_of_python else kind(tuple(items))
-
-
-def _plain_enum(value: enum.Enum) -> Any:
-    return value.value if isinstance(value, enum.Flag) else value.name
-
-
-def _typed_enum(kind: Any, plain: Any, _: Any) -> Any:
-    return kind(plain) if issubclass(kind, enum.Flag) else kind[plain]
-
-
-def _typed_tensor(kind: Any, plain: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    tensor: torch.Tensor = plain.detach().as_subclass(kind)
-    return tensor.requires_grad_(requires_grad)
-
-
-def _plain_number(value: Any) -> Any:
-    plain = value.item()
-    if type(plain) not in PLAIN:
-        raise TypeError("it is no bool, int, float or str")
-    return plain
-
-
-def _plain_array(value: Any) -> torch.Tensor:
-    numpy = sys.modules["numpy"]
-    if type(value) is not numpy.ndarray:
-        raise TypeError("it is a subclass of an array")
-    own = value if value.flags.writeable else value.copy()
-    return torch.from_numpy(numpy.ascontiguousarray(own).reshape(value.shape))
-
-
-def _numpy(name: str) -> Any:
-    return getattr(sys.modules.get("numpy"), name, ())
-
-
-_BUILTIN_BASES = (dict, list, tuple, deque, set, frozenset, str, int, float, bytes, bytearray)
-_LOST_ATTRIBUTES = {"_metadata"}  # of a module's state_dict: versions of its layout
-# The first that fits: an IntEnum is an int, and NumPy's float64 is a float.
-_FORMS = (
-    _Form(torch.Tensor, lambda v: v.detach().as_subclass(torch.Tensor), _typed_tensor),
-    _Form(enum.Enum, _plain_enum, _typed_enum),
-    _Form(_numpy("generic"), _plain_number, lambda k, p, d: k(p)),
-    _Form(_numpy("ndarray"), _plain_array, lambda k, p, d: p.numpy()),
-    _Form(dict, _pairs, _filled),
-    _Form((list, deque), list, _filled),
-    _Form(tuple, tuple, _filled),
-    # In an order that does not depend on the process: hashes of strings do.
-    _Form((set, frozenset), lambda v: sorted(v, key=repr), _filled),
-    _Form(str, str.__str__, lambda k, p, d: str.__new__(k, p)),
-    _Form(int, int.__int__, lambda k, p, d: int.__new__(k, p)),
-    _Form(float, float.__float__, lambda k, p, d: float.__new__(k, p)),
-    _Form(complex, lambda v: [v.real, v.imag], lambda k, p, d: complex.__new__(k, *p)),
-    _Form(bytes, lambda v: v.decode("latin-1"), lambda k, p, d: bytes.__new__(k, p, "latin-1")),
-    _Form(bytearray, lambda v: v.decode("latin-1"), lambda k, p, d: k(p, "latin-1")),
-    _Form(pathlib.PurePath, str, lambda k, p, d: k(p)),
-    _Form(torch.dtype, lambda v: str(v).removeprefix("torch."), lambda k, p, d: _dtype(p)),
-)  # fmt: skip
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch.{name} is no dtype")
-    return dtype
-
-
-def _name_of(kind: type) -> str:
-    module = kind.__module__.removesuffix("._local")  # of pathlib, in Python 3.13
-    return f"{module}:{kind.__qualname__}"
-
-
-def _class_named(name: str) -> Any:
-    """The class, if its module is imported: a state never causes an import."""
-    module, _, path = name.partition(":")
-    target: Any = sys.modules.get(module)
-    for part in path.split("."):
-        target = getattr(target, part, None)
-    return target if isinstance(target, type) else None
-
-
-# -- to typed values ------------------------------------------------------------------------------
-
-
-def _typed(plain: Any, path: _Path, types: Mapping[_Path, tuple[str, Any]]) -> Any:
-    if isinstance(plain, dict):
-        plain = {key: _typed(item, (*path, key), types) for key, item in plain.items()}
-    elif isinstance(plain, (list, tuple)):
-        plain = type(plain)([_typed(item, (*path, i), types) for i, item in enumerate(plain)])
-    if path not in types:
-        return plain
-    name, detail = types[path]
-    kind = _class_named(name)
-    form = next((form for form in _FORMS if kind and form.of and issubclass(kind, form.of)), None)
-    if form is None:
-        module, _, qualname = name.partition(":")
-        raise TrainingError(
-            f"{_where(path)} was saved as a {module}.{qualname}, which this script has not defined "
-            "or imported",
-            hint=f"import {module} before run.retry",
-        )
-    return form.typed(kind, plain, detail)
+        return checkpoints.values.typed_form(plain, types)
+    except LoadError as error:
+        raise TrainingError(error.message, hint=f"{error.hint} (before run.retry)") from error
 
 
 # ----------------------------------------------------------------------------

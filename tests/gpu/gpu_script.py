@@ -177,8 +177,8 @@ def staged() -> dict[str, Any]:
     planned = SavePlanner().plan(state, world_size=1, rank=0)
     memory = torch.zeros(planned.plan.size_bytes, dtype=torch.uint8, pin_memory=True)
     planned.copy_into(memory)
-    pieces = zip(planned.plan.pieces, planned.tensors, strict=True)
-    expected = b"".join(bytes(bytes_of(tensor, at)) for (_, at), tensor in pieces)
+    pieces = planned.named().pieces
+    expected = b"".join(bytes(bytes_of(state[int(spec.name)], at)) for spec, at in pieces)
     return {"is_exact": memory.numpy().tobytes() == expected}
 
 

@@ -1,18 +1,24 @@
-"""A plan that is kept from one save to the next saves what a new one would."""
+"""A plan saves what a state holds, also if it is kept from one save to the next."""
 
 from __future__ import annotations
 
+import collections
+import enum
+import itertools
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.save_plan import PlannedSave, SavePlan, SavePlanner
-from checkpoints.tensors import by_dtype, bytes_of
+from checkpoints.save_plan import SavePlan, SavePlanner
+from checkpoints.tensors import by_dtype, bytes_of, chunks_of, share_of
+from checkpoints.tree import flatten, spec_of
+from checkpoints.values import plain_form
 
 BASE = torch.arange(24, dtype=torch.float32)
 WAVE = torch.complex(BASE[:6], BASE[6:12])
@@ -38,18 +44,29 @@ TENSORS = (
     LARGE,
     LARGE[::2],
 )
-VALUES: tuple[Any, ...] = (0, 1, True, None, "a", 0.0, -0.0, float("nan"), 2.5, object(), 1 << 2000)
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+VALUES: tuple[Any, ...] = (
+    *(0, 1, True, None, "a", 0.0, -0.0, float("nan"), 2.5, object(), 1 << 2000),
+    *(Level.LOW, np.float32(0.1), {2, 1}, collections.Counter([3, 3]), torch.Size([2])),
+)
 
 tensors = st.sampled_from(TENSORS)
 values = st.sampled_from(VALUES)
 leaves = st.one_of(tensors, tensors, tensors, values)
-keys = st.sampled_from(["a", "b", 0, 1, True])
+keys = st.sampled_from(["a", "b", "", "tensor", "0", "a/~", 0, 1, True, 1.5])
 states = st.recursive(
     leaves,
     lambda items: st.one_of(
         st.lists(items, max_size=3),
         st.tuples(items, items),
         st.dictionaries(keys, items, max_size=3),
+        st.dictionaries(keys, items, max_size=3).map(collections.OrderedDict),
+        st.lists(items, max_size=3).map(collections.deque),
         st.dictionaries(st.just("a"), tensors),
     ),
     max_leaves=8,
@@ -58,9 +75,9 @@ states = st.recursive(
 
 def like(state: Any, data: st.DataObject) -> Any:
     """A state of nearly the same structure, with other leaves."""
-    if isinstance(state, dict):
-        return {key: like(item, data) for key, item in state.items()}
-    if isinstance(state, (list, tuple)):
+    if type(state) in (dict, collections.OrderedDict):
+        return type(state)((key, like(item, data)) for key, item in state.items())
+    if type(state) in (list, tuple, collections.deque):
         return type(state)(like(item, data) for item in state)
     kept = data.draw(st.booleans())
     return state if kept else data.draw(tensors if isinstance(state, torch.Tensor) else leaves)
@@ -79,19 +96,38 @@ def outcome(planner: SavePlanner, state: Any, writers: dict[str, Any]) -> Any:
         planned = planner.copy(state, reserve, **writers)
     except checkpoints.StateError as error:
         return str(error)
-    assert memory.numpy().tobytes() == expected_bytes(planned)
-    names = [(spec, place) for spec, place in planned.plan.pieces]
-    return json.dumps(planned.tree), planned.plan.specs, names, memory.tolist()
+    named = planned.named()
+    content = planned.plan.content()
+    begins = [
+        content.begin_of(spec, chunk)
+        for spec, place in named.pieces
+        for chunk in chunks_of(place, spec.element_bytes)
+    ]
+    types = sorted(map(json.dumps, named.types))
+    pieces, specs = list(named.pieces), list(named.specs.items())
+    return json.dumps(named.tree), types, specs, pieces, begins, memory.numpy().tobytes()
 
 
-def expected_bytes(planned: PlannedSave) -> bytes:
-    """Piece by piece."""
-    pieces = zip(planned.plan.pieces, planned.tensors, strict=True)
-    return b"".join(bytes(bytes_of(t, place)) for (_, place), t in pieces if place.count)
+def expected(state: Any, writers: dict[str, Any]) -> Any:
+    """The same, item by item."""
+    try:
+        plain, types = plain_form(state)
+        tree, tensors = flatten(plain)
+    except checkpoints.StateError as error:
+        return str(error)
+    specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+    pieces = list(share_of(tuple(specs.values()), writers["world_size"], writers["rank"]))
+    chunks = [
+        (chunk, spec) for spec, place in pieces for chunk in chunks_of(place, spec.element_bytes)
+    ]
+    data = [bytes(bytes_of(tensors[s.name], c)) if c.count else b"" for c, s in chunks]
+    begins = list(itertools.accumulate(map(len, data), initial=0))[:-1]
+    of_values = sorted(map(json.dumps, types))
+    return json.dumps(tree), of_values, list(specs.items()), pieces, begins, b"".join(data)
 
 
 @given(states, st.data(), st.integers(1, 3))
-def test_a_kept_plan_saves_what_a_new_one_would(
+def test_a_plan_saves_what_the_state_holds_item_by_item(
     state: Any, data: st.DataObject, world_size: int
 ) -> None:
     planner = SavePlanner()
@@ -100,8 +136,9 @@ def test_a_kept_plan_saves_what_a_new_one_would(
             "world_size": world_size,
             "rank": data.draw(st.integers(0, world_size - 1)),
         }
-        kept = outcome(planner, following, writers)
-        assert kept == outcome(SavePlanner(), following, writers)
+        wanted = expected(following, writers)
+        assert outcome(planner, following, writers) == wanted
+        assert outcome(SavePlanner(), following, writers) == wanted
 
 
 @pytest.mark.parametrize("dtype", by_dtype(), ids=str)
@@ -112,7 +149,7 @@ def test_small_tensors_of_each_type_are_copied_together(dtype: torch.dtype) -> N
     memory = torch.zeros(48, dtype=torch.uint8)
     planned.copy_into(memory)
     assert memory.equal(raw.flatten())
-    assert len(planned.plan.copies) == 1
+    assert len(planned.plan.segments) == 1
 
 
 def test_a_plan_is_kept_where_only_values_and_tensors_change() -> None:
@@ -124,7 +161,8 @@ def test_a_plan_is_kept_where_only_values_and_tensors_change() -> None:
     first = planner.plan(state(1), world_size=2, rank=1)
     second = planner.plan(state(2), world_size=2, rank=1)
     assert second.plan is first.plan
-    assert second.tree["dict"]["step"] == {"value": 2} and first.tree["dict"]["step"]["value"] == 1
+    assert second.named().tree["dict"]["step"] == {"value": 2}
+    assert first.named().tree["dict"]["step"] == {"value": 1}
     assert planner.plan(state(2), world_size=2, rank=0).plan is not first.plan
 
 
