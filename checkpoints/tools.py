@@ -40,6 +40,7 @@ from checkpoints.storage import Storage, patient, reading, writing
 from checkpoints.tiers import readable
 from checkpoints.torch_private import load_dcp, load_dcp_leaves
 from checkpoints.tree import check_tree, flatten, path_name, tensor_leaves, unflatten
+from checkpoints.values import plain_form
 
 # ----------------------------------------------------------------------------
 # Compares two checkpoints tensor by tensor, with one tensor of each in memory at a time.
@@ -163,7 +164,8 @@ def export_to(
     final = Path(target)
     if os.path.lexists(final):
         raise ArgumentError(f"{final} exists", hint="Remove it, or choose another target.")
-    state = load(root, name, progress=progress).state
+    # Other programs need not have the classes of values.
+    state, _ = plain_form(load(root, name, strict=False, progress=progress).state)
     if model:
         state = _state_dict_of(state, None if model is True else model, name)
         if form == "safetensors":

@@ -187,6 +187,8 @@ def _detail_of(value: Any) -> Any:
         return _FACTORIES.index(value.default_factory) if _is_known_factory(value) else 0
     if isinstance(value, deque):
         return value.maxlen
+    if isinstance(value, enum.Enum):
+        return _is_stored_by_value(value)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return value.requires_grad
@@ -244,11 +246,18 @@ def _filled(kind: Any, items: Any, detail: Any) -> Any:
 
 
 def _plain_enum(value: enum.Enum) -> Any:
-    return value.value if isinstance(value, enum.Flag) else value.name
+    return value.value if _is_stored_by_value(value) else value.name
 
 
-def _typed_enum(kind: Any, plain: Any, _: Any) -> Any:
-    return kind(plain) if issubclass(kind, enum.Flag) else kind[plain]
+def _typed_enum(kind: Any, plain: Any, by_value: Any) -> Any:
+    return kind(plain) if by_value or issubclass(kind, enum.Flag) else kind[plain]
+
+
+def _is_stored_by_value(value: enum.Enum) -> bool:
+    """Whether the value is a plain one that names the member: what readers without the class get,
+    such as "linear" and not LINEAR."""
+    is_plain = type(value.value) in PLAIN and value.value == value.value
+    return isinstance(value, enum.Flag) or (is_plain and type(value)(value.value) is value)
 
 
 def _typed_tensor(kind: Any, plain: torch.Tensor, requires_grad: bool) -> torch.Tensor:
