@@ -115,7 +115,11 @@ def plain_item(
 
     Raises :class:`StateError` if it cannot be stored.
     """
-    form = next((form for form in _forms(typed_tensors) if isinstance(value, form.of)), None)
+    key = (type(value), typed_tensors)
+    if key not in _FORM_OF:
+        fitting = (form for form in _forms(typed_tensors) if isinstance(value, form.of))
+        _FORM_OF[key] = next(fitting, None)
+    form = _FORM_OF[key]
     if form is None:
         raise _unstorable(value, path)
     _require_rebuildable(value, path)
@@ -123,7 +127,10 @@ def plain_item(
         children = form.plain(value)
     except (TypeError, ValueError) as error:
         raise _unstorable(value, path, str(error)) from None
-    return children, _name_of(type(value)), _detail_of(value)
+    return children, _name_of(type(value)), form.detail(value)
+
+
+_FORM_OF: dict[tuple[type, bool], _Form | None] = {}  # a history may have 10,000 numbers of NumPy
 
 
 def _has_own_type(tensor: torch.Tensor) -> bool:
@@ -156,11 +163,15 @@ def _require_rebuildable(value: Any, path: _Path) -> None:
 
 def _attributes_of(value: Any) -> set[str]:
     """The names of a value's attributes, also of those in slots."""
-    names = set(getattr(value, "__dict__", ()))
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names.update((slots,) if isinstance(slots, str) else slots)
+    kind = type(value)
+    if kind not in _SLOTS:
+        slots = (base.__dict__.get("__slots__", ()) for base in kind.__mro__)
+        _SLOTS[kind] = set[str]().union(*((s,) if isinstance(s, str) else s for s in slots))
+    names = _SLOTS[kind].union(getattr(value, "__dict__", ()))
     return {name for name in names if hasattr(value, name)}
+
+
+_SLOTS: dict[type, set[str]] = {}
 
 
 def _unstorable(value: Any, path: _Path, reason: str = "") -> StateError:
@@ -182,17 +193,10 @@ def _unstorable(value: Any, path: _Path, reason: str = "") -> StateError:
 
 
 def _detail_of(value: Any) -> Any:
-    """What a value needs besides its class and its plain form."""
+    """What a container needs besides its class and its plain form."""
     if isinstance(value, defaultdict):
         return _FACTORIES.index(value.default_factory) if _is_known_factory(value) else 0
-    if isinstance(value, deque):
-        return value.maxlen
-    if isinstance(value, enum.Enum):
-        return _is_stored_by_value(value)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return value.requires_grad
-    return None
+    return value.maxlen if isinstance(value, deque) else None
 
 
 def _is_known_factory(value: defaultdict[Any, Any]) -> bool:
@@ -208,6 +212,7 @@ class _Form(NamedTuple):
     of: Any  # a class, or several
     plain: Callable[[Any], Any]
     typed: Callable[[Any, Any, Any], Any]  # of the class, the plain form and the detail
+    detail: Callable[[Any], Any] = lambda value: None  # what else a value needs
 
 
 def _pairs(value: Mapping[Any, Any]) -> Any:
@@ -302,15 +307,16 @@ def _forms(typed_tensors: bool) -> tuple[_Form, ...]:
     import torch
 
     tensors = (
-        _Form(torch.Tensor, lambda v: v.detach().as_subclass(torch.Tensor), _typed_tensor),
+        _Form(torch.Tensor, lambda v: v.detach().as_subclass(torch.Tensor), _typed_tensor,
+              lambda v: v.requires_grad),
         _Form(_numpy("ndarray"), _plain_array, lambda k, p, d: p.numpy()),
     )  # fmt: skip
     return (
         *(tensors if typed_tensors else ()),
-        _Form(enum.Enum, _plain_enum, _typed_enum),
+        _Form(enum.Enum, _plain_enum, _typed_enum, _is_stored_by_value),
         _Form(_numpy("generic"), _plain_number, _typed_number),
-        _Form(dict, _pairs, _filled),
-        _Form((list, deque), list, _filled),
+        _Form(dict, _pairs, _filled, _detail_of),
+        _Form((list, deque), list, _filled, _detail_of),
         _Form(tuple, tuple, _filled),
         # In an order that does not depend on the process: hashes of strings do.
         _Form((set, frozenset), lambda v: sorted(v, key=repr), _filled),
