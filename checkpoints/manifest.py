@@ -16,7 +16,7 @@ import xxhash
 from checkpoints.errors import ArgumentError, CorruptCheckpoint, UnsupportedFormat
 from checkpoints.names import MAX_WORLD_SIZE, CheckpointName, writer_file
 from checkpoints.tensors import BY_NAME, Extent, Region, Span, TensorSpec
-from checkpoints.tree import Node, Types, check_tree, text_of
+from checkpoints.tree import MAX_DEPTH, Node, Types, check_tree, text_of
 
 # ----------------------------------------------------------------------------
 # Checksummed JSON: a document that contains its own hash. Used for manifests and parts.
@@ -942,7 +942,10 @@ class _Parser:
         types = self._list(value)
         for entry in types:
             path, name, _ = entry if isinstance(entry, list) and len(entry) == 3 else ([], 0, 0)
-            if not isinstance(name, str) or not all(type(key) in (str, int) for key in path):
+            is_path = isinstance(path, list) and len(path) <= MAX_DEPTH
+            if not (is_path and isinstance(name, str)) or any(
+                type(key) not in (str, int) for key in path
+            ):
                 self._fail("the type of a value is malformed")
         return types
 

@@ -346,11 +346,12 @@ def _name_of(kind: type) -> str:
 
 
 def _class_named(name: str) -> Any:
-    """The class, if its module is imported: a state never causes an import."""
+    """The class, if its module is imported. A state never causes an import, which the getattr of a
+    module may do."""
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
     for part in path.split("."):
-        target = getattr(target, part, None)
+        target = getattr(target, "__dict__", {}).get(part)
     return target if isinstance(target, type) else None
 
 
@@ -410,5 +411,7 @@ def _restored(plain: Any, path: _Path, name: str, detail: Any) -> Any:
         )
     try:
         return form.typed(kind, plain, detail)
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+    except (  # of a crafted or former value
+        *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError),
+    ) as error:
         raise LoadError(f"{was}, which cannot have the saved value here: {error!r}") from error

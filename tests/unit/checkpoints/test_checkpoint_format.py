@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import json
 from importlib import resources
@@ -64,9 +65,8 @@ def _schema() -> dict[str, Any]:
 
 
 def test_manifests_conform_to_the_schema(tmp_path: Path) -> None:
-    name = save_all(
-        tmp_path, odd_state(), step=1, generation=2, lineage=[(1, 0), (2, 1)], world_size=3
-    )
+    state = {**odd_state(), "window": collections.deque([1], 3), "size": torch.Size([2])}
+    name = save_all(tmp_path, state, step=1, generation=2, lineage=[(1, 0), (2, 1)], world_size=3)
     validator = Draft202012Validator(_schema())
     for path in (tmp_path / name, FORMAT_1 / NAME):
         manifest = json.loads((path / "manifest.json").read_bytes())

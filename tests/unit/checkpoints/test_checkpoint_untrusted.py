@@ -24,7 +24,7 @@ Fields = dict[str, Any]
 def name(tmp_path: Path) -> str:
     return save_all(
         tmp_path,
-        {"w": torch.arange(8.0).reshape(2, 4), "v": torch.ones(3), "n": 1},
+        {"w": torch.arange(8.0).reshape(2, 4), "v": torch.ones(3), "n": 1, "h": []},
         step=1,
         world_size=2,
     )
@@ -123,6 +123,12 @@ MALICIOUS = {
     "tree infinite value": _set("tree", to={"value": float("inf")}),
     "tree key twice": _set("tree", to={"items": [[1, {"value": 1}], [1, {"value": 2}]]}),
     "tree key a list": _set("tree", to={"items": [[[], {"value": 1}]]}),
+    "types no list": _set("types", to={}),
+    "type of two": _set("types", to=[[[], "a:b"]]),
+    "type path a string": _set("types", to=[["n", "a:b", None]]),
+    "type path too long": _set("types", to=[[["n"] * 101, "a:b", None]]),
+    "type path a list": _set("types", to=[[[["n"]], "a:b", None]]),
+    "type name a number": _set("types", to=[[["n"], 1, None]]),
     "field missing": lambda f: f.pop("versions"),
     "field unknown": _set("extra", to=1),
     "time NaN": _set("wall_time_s", to=float("nan")),
@@ -174,6 +180,31 @@ def test_a_deeply_nested_tree_is_rejected(tmp_path: Path, name: str) -> None:
     _rewrite(tmp_path / name, _set("tree", to=tree))
     with pytest.raises(checkpoints.CorruptCheckpoint, match="nested more than 100 levels deep"):
         checkpoints.load(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "detail"),
+    [
+        ("os:system", None),
+        ("subprocess:Popen", None),
+        ("builtins:print", None),
+        ("nothing:x", None),
+        ("torch.nn:Linear", None),
+        ("numpy:void", None),
+        ("builtins:bool", None),
+        ("collections:deque", 1 << 80),
+        ("collections:defaultdict", 99),
+    ],
+)
+def test_only_types_of_values_are_created(
+    tmp_path: Path, name: str, kind: str, detail: object
+) -> None:
+    where = "h" if kind.startswith("collections") else "n"
+    _rewrite(tmp_path / name, _set("types", to=[[[where], kind, detail]]))
+    with pytest.raises(checkpoints.LoadError, match=rf"state\['{where}'\] was saved as"):
+        checkpoints.load(tmp_path, name)
+    loaded = checkpoints.load(tmp_path, name, strict=False)
+    assert loaded.state["n"] == 1 and loaded.state["h"] == [] and len(loaded.unmatched) == 1
 
 
 def test_a_manifest_of_absurd_size_is_not_read(tmp_path: Path, name: str) -> None:
