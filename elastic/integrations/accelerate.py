@@ -195,20 +195,31 @@ class _Loader(PreparedLoader, DataLoaderStateMixin):
         return is_training(self._accelerator.trained)
 
     def training(self) -> Iterator[Any]:
+        return self._whole_batches() if self._accelerator.division else self._shares()
+
+    def _shares(self) -> Iterator[Any]:
+        # One `yield` for each batch, and no read of `loader.index`, as if the script read the
+        # loader itself: its `enumerate` and `islice` continue (elastic.train.reading).
+        with self._in_pass() as loader:
+            for batch in loader:
+                # Without reading one batch ahead.
+                self.end_of_dataloader = loader.position.step + 1 == len(loader)
+                yield self.to_device(batch)
+
+    def _whole_batches(self) -> Iterator[Any]:
+        with self._in_pass() as loader:
+            for step in self._run.steps(loader):
+                self.end_of_dataloader = step.index + 1 == len(loader)
+                for batch in step:
+                    self._accelerator.begin_batch(step, loader.share)
+                    yield self.to_device(batch)
+
+    @contextmanager
+    def _in_pass(self) -> Iterator[elastic.ElasticLoader]:
         loader = self.job_loader
         self.begin()
-        last = len(loader) - 1
         try:
-            if self._accelerator.division:
-                for step in self._accelerator.run.steps(loader):
-                    self.end_of_dataloader = step.index == last
-                    for batch in step:
-                        self._accelerator.begin_batch(step, loader.share)
-                        yield self.to_device(batch)
-                return
-            for index, batch in enumerate(loader, start=loader.index):
-                self.end_of_dataloader = index == last  # without reading one batch ahead
-                yield self.to_device(batch)
+            yield loader
         finally:
             self._accelerator.end_batches()
             self.end()

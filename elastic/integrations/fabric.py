@@ -140,9 +140,10 @@ class _Loader(PreparedLoader):
         return is_training(self._fabric.modules)
 
     def training(self) -> Iterator[Any]:
-        if not self._fabric.division:
-            yield from super().training()
-            return
+        # Each has one `yield` for each step: the script's `enumerate` continues its count.
+        return self._whole_batches() if self._fabric.division else super().training()
+
+    def _whole_batches(self) -> Iterator[Iterator[Any]]:
         for step in self._run.steps(self.job_loader):
             yield self._batches_of(step)
 

@@ -41,6 +41,7 @@ class Accumulation:
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self._lengths: deque[int] = deque(maxlen=2)  # iterations of the last groups
+        self._first_length = 0  # iterations of the last group that began an epoch
         self._interrupted: int | None = None  # the first step of a group to be repeated
 
     @property
@@ -56,6 +57,8 @@ class Accumulation:
         """Optimizers have used all gradients: returns the steps to commit, ``step`` last."""
         steps = [*self._steps, step]
         self._lengths.append(len(steps))
+        if not steps[0].index:
+            self._first_length = len(steps)
         self._interrupted = None
         self.drop()
         return steps
@@ -65,10 +68,14 @@ class Accumulation:
         interrupted before and is shorter.
 
         A counter that was not reset has already counted some of the repeated batches. A longer
-        group has another reason: a batch size that grows during training.
+        group has another reason: a batch size that grows during training. So has one that begins
+        an epoch as earlier ones did: of one batch, with ``if step % 4 == 0``.
         """
         length = len(self._steps) + 1
-        first = step.number if self.since is None else self.since
+        begins = self._steps[0] if self._steps else step
+        first = begins.number
+        if not begins.index and length == self._first_length:
+            return None
         usual = self._lengths[0] if len(set(self._lengths)) == 1 and len(self._lengths) == 2 else 1
         is_shorter = self._interrupted == first and length < usual
         return (length, usual) if is_shorter else None

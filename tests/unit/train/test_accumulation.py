@@ -6,8 +6,11 @@ from elastic.train.current import Accumulation
 from elastic.train.step import Step
 
 
+EPOCH = 100
+
+
 def step(number: int) -> Step:
-    return Step.past(number, epoch=0, index=number, size=1)
+    return Step.past(number, epoch=number // EPOCH, index=number % EPOCH, size=1)
 
 
 def after_groups_of(accumulation: Accumulation, *lengths: int) -> int:
@@ -57,3 +60,14 @@ def test_groups_that_differed_before_may_become_shorter() -> None:
     accumulation = Accumulation()
     first = after_groups_of(accumulation, 3, 2)
     assert interrupted_group(accumulation, first, 1) is None
+
+
+def test_the_first_group_of_an_epoch_may_be_that_of_earlier_ones() -> None:
+    """``if step % 2 == 0: optimizer.step()``: of one batch in each epoch."""
+    accumulation = Accumulation()
+    first = after_groups_of(accumulation, 1, *[2] * ((EPOCH - 1) // 2), 1)
+    assert first == EPOCH
+    assert interrupted_group(accumulation, first, 1) is None
+    accumulation = Accumulation()
+    first = after_groups_of(accumulation, *[2] * (EPOCH // 2))
+    assert interrupted_group(accumulation, first, 1) == (1, 2)
