@@ -134,6 +134,11 @@ class ControlFlags:
         self._ends.clear()
         self._digest, self.has_different_weights = None, False
 
+    def keep(self) -> None:
+        """Copy the flags of the step's earlier backward passes: numbers that follow gradients only
+        from now on will be written over them."""
+        self._ends = [(name, end.clone()) for name, end in self._ends]
+
     def copy_to_host(self) -> None:
         """Copy the flags from a GPU after the collectives, before more work is queued."""
         self._ends = [(name, end.cpu()) for name, end in self._ends]
