@@ -481,9 +481,15 @@ def unread_tasks(loader: DataLoader[Any]) -> tuple[Any, ...]:
     return tuple(getattr(loader._iterator, "_index_queues", ()))
 
 
-def watch_batches(enter: Callable[[Any], Any], leave: Callable[[Any], object]) -> None:
+def watch_batches(
+    enter: Callable[[Any], Any],
+    leave: Callable[[Any], object],
+    *,
+    enter_reset: Callable[[Any], Any] | None = None,
+) -> None:
     """Call ``enter`` with the iterator before any DataLoader of this process waits for its data
-    workers, and ``leave`` with what it returned afterwards.
+    workers, and ``leave`` with what it returned afterwards. ``enter_reset``: instead of ``enter``,
+    before another pass with kept workers.
 
     It waits for a batch, and, before another pass, for kept workers to end the former one. (That
     they are started does not count: pickling a data set may take minutes.)
@@ -505,7 +511,7 @@ def watch_batches(enter: Callable[[Any], Any], leave: Callable[[Any], object]) -
         if first_iter:
             reset(iterator, loader, first_iter)
             return
-        before = enter(iterator)
+        before = (enter_reset or enter)(iterator)
         try:
             reset(iterator, loader, first_iter)
         finally:

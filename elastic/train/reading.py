@@ -371,11 +371,22 @@ def _reads(
 
 
 def _frames_of_progress_bars(frame: FrameType | None) -> list[Any]:
+    """The generators that are no one else's than a progress bar's or a prepared loader's, which
+    pass each batch on."""
     frames = []
-    while frame and str(frame.f_globals.get("__name__")).split(".")[0] in _PROGRESS_BARS:
+    while frame and (_is_of_progress_bar(frame) or _is_of_prepared_loader(frame)):
         frames.append(frame)
         frame = frame.f_back
     return frames
+
+
+def _is_of_progress_bar(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).split(".")[0] in _PROGRESS_BARS
+
+
+def _is_of_prepared_loader(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__"))
+    return name.startswith("elastic.integrations.") and _passes_each(frame)
 
 
 # ----------------------------------------------------------------------------
@@ -542,6 +553,10 @@ class OtherLoaders:
         """The script keeps their positions itself, or does not need them."""
         self._is_off = self._is_off or OTHER_LOADER in names
 
+    def begins_again(self, iterator: object) -> None:
+        """Called before another pass of an iterator, whose workers are kept for it."""
+        self._read_in.pop(iterator, None)
+
     def requested(self, iterator: object) -> None:
         """Called before each batch of any DataLoader. Raises TrainingError if the script has read
         batches of this iterator in an earlier step."""
@@ -573,7 +588,11 @@ def _watch() -> None:
         for each in _WATCHING:
             each.requested(iterator)
 
-    torch_private.watch_batches(enter, lambda _: None)
+    def enter_reset(iterator: object) -> None:
+        for each in _WATCHING:
+            each.begins_again(iterator)
+
+    torch_private.watch_batches(enter, lambda _: None, enter_reset=enter_reset)
     torch_private.watch_loaders(_refuse_spawned_workers)
 
 

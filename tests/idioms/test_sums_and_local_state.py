@@ -184,7 +184,8 @@ def train():
         for i, (inputs, targets) in enumerate(loader, start=loader.index):
             meter.steps.append(8 * epoch + i)
             optimizer.zero_grad()
-            sums = run.sum_with_gradients(samples=len(inputs))
+            others = {f"other{i}": 0.0 for i in range(9)}
+            sums = run.sum_with_gradients(samples=len(inputs), **others)
             F.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             die(8 * epoch + i, 9)
@@ -205,3 +206,72 @@ def test_local_state_returns_to_the_checkpoint_from_which_a_built_model_continue
     for worker in outcome.survivors:
         assert worker.result["steps"].tolist() == list(range(16)), outcome.describe()
         assert worker.result["samples"] == 12
+
+
+# The second of a step's backward passes is the first that numbers follow.
+LATE = """
+model = run.wrap(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, shuffle=True), global_batch=12)
+
+def train():
+    run.state.setdefault("samples", 0.0)
+    for epoch in run.epochs(1):
+        for inputs, targets in loader:
+            F.mse_loss(model(inputs), targets).backward()
+            others = {f"other{i}": 0.0 for i in range(9)}
+            sums = run.sum_with_gradients(samples=len(inputs), **others)
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.state["samples"] += sums["samples"]
+
+run.retry(train)
+result = {"samples": torch.tensor(run.state["samples"])}
+"""
+
+
+def test_sums_may_follow_a_later_backward_pass_than_the_first(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + LATE)
+    outcome = runs.world.run(script, tmp_path / "job", size=3, is_counted=False)
+    outcome.assert_success(workers=3)
+    assert outcome.worlds == 1, "no collective has failed"
+    assert all(worker.result["samples"] == 96 for worker in outcome.survivors)
+
+
+# An evaluation whose data workers are kept, without torch.no_grad() around its loop.
+KEPT = """
+model = run.wrap(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, shuffle=True), global_batch=12)
+held_out = DataLoader(dataset, batch_size=48, num_workers=1, persistent_workers=True)
+
+def train():
+    for epoch in run.epochs(3):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        model.eval()
+        for inputs, targets in held_out:
+            with torch.no_grad():
+                model(inputs)
+        model.train()
+
+run.retry(train)
+result = {}
+"""
+
+
+def test_another_loader_with_kept_workers_may_be_read_once_in_each_epoch(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + KEPT)
+    outcome = runs.world.run(script, tmp_path / "job", size=2, is_counted=False)
+    outcome.assert_success(workers=2)
