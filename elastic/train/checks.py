@@ -1143,14 +1143,34 @@ def _counts_of_head(loop: ast.For, *, is_enumerated: bool) -> Iterator[str]:
 
 
 def _counts_in_body(loop: ast.For, tree: ast.AST) -> Iterator[str]:
-    """Variables that each iteration increments, and that only constants are assigned to."""
-    counters = [_stored(n.target) for n in loop.body if isinstance(n, ast.AugAssign)]
+    """Variables that each iteration increments, or each update of an accumulation, and that only
+    constants are assigned to."""
+    targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
+    counts = {*_incremented(loop.body), *map(_stored, targets[:-1])}
+    updates = [n for n in loop.body if isinstance(n, ast.If) and _is_update(n.test, counts)]
+    counters = [*_incremented(loop.body), *(c for n in updates for c in _incremented(n.body))]
     stored = [_stored(n) for n in walk(tree) if isinstance(n, (ast.Name, ast.arg))]
     for name in filter(None, counters):
         values = _assigned(name, tree)
         is_alone = stored.count(name) == len(values) + counters.count(name)
         if values and is_alone and all(isinstance(v, ast.Constant) for v in values):
             yield name
+
+
+def _incremented(body: Iterable[ast.AST]) -> list[str]:
+    return [_stored(n.target) for n in body if isinstance(n, ast.AugAssign)]
+
+
+def _is_update(test: ast.expr, counts: Collection[str]) -> bool:
+    """``if accelerator.sync_gradients``, or ``if (i + 1) % k == 0`` by a count of batches."""
+    if isinstance(test, ast.Attribute):
+        return test.attr == "sync_gradients"
+    remainders = (n for n in walk(test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod))
+    return any(
+        isinstance(name, ast.Name) and name.id in counts
+        for n in remainders
+        for name in walk(n.left)
+    )
 
 
 def _within(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -1175,7 +1195,8 @@ def _refusal_of_break(left: ast.If) -> TrainingError:
         f"`if {ast.unparse(left.test)}: {way_out}` counts from the step at which a loop resumes: "
         "after a recovery or a restart, the epoch would have more steps",
         hint="run.loader(…, max_steps=n), whose epochs end at the same step, or "
-        "enumerate(loader, start=loader.index)",
+        "enumerate(loader, start=loader.index),\n"
+        'or a count of the job: run.state.setdefault("steps", 0), and run.state["steps"] += 1',
     )
 
 

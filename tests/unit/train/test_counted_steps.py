@@ -65,6 +65,28 @@ def in_a_generator() -> None:
         pass
 
 
+class accelerator:
+    sync_gradients = True
+
+
+def by_a_variable_of_updates() -> None:
+    completed_steps = 0
+    for _batch in loader:
+        if accelerator.sync_gradients:
+            completed_steps += 1
+        if completed_steps >= LAST:
+            break
+
+
+def by_a_variable_of_every_second_batch() -> None:
+    updates = 0
+    for i, _batch in enumerate(loader, start=loader.index):
+        if (i + 1) % 2 == 0:
+            updates += 1
+        if updates == LAST:
+            break
+
+
 def by_enumerate_from_the_index() -> None:
     for i, _batch in enumerate(loader, start=loader.index):
         if i == LAST:
@@ -119,7 +141,16 @@ def retry(train: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "train", [by_enumerate, by_enumerate_from_one, by_zip, by_a_variable, in_a_generator]
+    "train",
+    [
+        by_enumerate,
+        by_enumerate_from_one,
+        by_zip,
+        by_a_variable,
+        by_a_variable_of_updates,
+        by_a_variable_of_every_second_batch,
+        in_a_generator,
+    ],
 )
 def test_a_loop_that_is_left_by_a_count_of_its_steps_is_refused(
     train: Callable[[], object],
