@@ -20,6 +20,7 @@ that Trainer's loop changes is one tracked object. Logs, evaluations and saves a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -27,8 +28,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -38,6 +39,7 @@ from elastic.errors import ConfigError
 from elastic.groups.world import World
 from elastic.integrations.attributes import (
     ChangedAttributes,
+    is_of_library,
     of_job,
     own_attributes,
     own_modules,
@@ -134,11 +136,14 @@ class _Plan:
         self._loader, self._ranks = loader, ranks
         self._first_epoch = owner.first_epoch
         self._is_even = config.even_batches and not _drops_last(loader)
-        self._seed = args.seed if args.data_seed is None else args.data_seed
-        self._global_seed = args.seed
+        # As in Accelerate, the seed that is set when training begins: by Trainer, or since then.
+        self._global_seed = torch.random.initial_seed()
+        self._seed = self._global_seed if args.data_seed is None else args.data_seed
         self._is_seedable = config.use_seedable_sampler and type(loader.sampler) is RandomSampler
         # The order of an epoch does not depend on those before it.
         sampled = (loader.sampler, loader.batch_sampler)
+        given = (getattr(each, "generator", None) for each in sampled)
+        self._generators = [(each, each.get_state()) for each in given if each is not None]
         self._has_seed = self._is_seedable or any(hasattr(each, "set_epoch") for each in sampled)
         # Batches of other classes have their own sizes: they are not divided. Nor are those of one
         # rank, whose last one may be smaller: Trainer's mean gives each batch the same weight.
@@ -171,6 +176,8 @@ class _Plan:
         epoch -= self._first_epoch()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._global_seed)
+            for generator, state in self._generators:
+                generator.set_state(state)
             # A sampler that draws global random numbers continues from one epoch to the next, and
             # torch's DataLoader draws a seed for its workers before each.
             for each in range(epoch if self._has_seed else 0, epoch + 1):
@@ -224,6 +231,17 @@ def _is_normalised(model: torch.nn.Module) -> bool:
     except (OSError, TypeError):  # of a notebook, or generated
         return False
     return "self.loss_function(" in source
+
+
+@functools.cache
+def _runs_backward(kind: type) -> bool:
+    """Whether a class of the script runs backward passes itself, as in a ``training_step`` of its
+    own: of another loss than ``compute_loss`` returns, or of several."""
+    own = (
+        member for each in kind.__mro__ if not is_of_library(each) for member in vars(each).values()
+    )
+    codes = (getattr(inspect.unwrap(each), "__code__", None) for each in own if callable(each))
+    return any("backward" in code.co_names for code in codes if code is not None)
 
 
 def _is_of_a_sample(label: Any) -> bool:
@@ -393,6 +411,7 @@ _DISTRIBUTED = {
     DistributedType.MULTI_XPU,
     DistributedType.MULTI_NPU,
 }
+_TRAINERS: WeakKeyDictionary[elastic.Run, Any] = WeakKeyDictionary()  # that train
 _FLAGS = {"should_log": "log", "should_evaluate": "evaluate", "should_save": "save"}
 
 
@@ -422,7 +441,8 @@ class _InProcess:
                 or self.is_fsdp_enabled
                 or self.accelerator.distributed_type not in _DISTRIBUTED,
                 f"{self.accelerator.distributed_type.value} does not recover in process",
-                "use plain Trainer, which recovers by a restart, or a model that fits a device",
+                "use plain Trainer, which recovers by a restart; or, in a loop of your own, FSDP2 "
+                "with run.build: docs/how-to/sharded.md",
             ),
             (
                 isinstance(dataset, IterableDataset),
@@ -461,9 +481,12 @@ class _InProcess:
         accelerator = self.accelerator
         kind = type(accelerator)
         accelerator.__class__ = type(kind.__name__, (_InLargestWorld, kind), {})
-        accelerator.prepare_model = partial(self._prepare_model, accelerator.prepare_model)
-        accelerator.backward = partial(self._backward, accelerator.backward)
+        accelerator.prepare_model = functools.partial(
+            self._prepare_model, accelerator.prepare_model
+        )
+        accelerator.backward = functools.partial(self._backward, accelerator.backward)
         self._loop: _LoopState | None = None
+        self._updates: Any = None  # _Updates
         self._trainings = 0  # calls of train() in this process
         self._planned_steps = 0
         self._joined_in: dict[str, Any] | None = None  # state of a training that others have begun
@@ -471,7 +494,9 @@ class _InProcess:
         self._has_whole_batches = False  # those of the largest world, with its losses
         self._groups: list[list[Any]] = []  # batches of this rank, of which Trainer sees the last
         self._accumulated = 1  # batches of a rank of the largest world
+        # These replace attributes: a subclass's own methods are called by them.
         self.training_step = self._step_of_group
+        self.get_train_dataloader = self._train_dataloader
         self._is_stopped = False
         self._has_begun_epoch: int | None = None
         self.elastic_run.on_world(self._enter_world)
@@ -479,6 +504,8 @@ class _InProcess:
     def _enter_world(self, world: World) -> None:
         set_state(process_index=world.rank, num_processes=world.size)
         self._eval_dataloaders: dict[str, Any] = {}  # those with workers are of the last world
+        if "state" not in vars(self):  # of a Trainer that is created in a world
+            return
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
         if self.is_world_process_zero() and self.is_in_train:
@@ -506,8 +533,9 @@ class _InProcess:
 
     # -- once for each process --------------------------------------------------------------------
 
-    def get_train_dataloader(self) -> Any:
+    def _train_dataloader(self) -> Any:
         """The job's part of each update, instead of one process's part of a fixed number."""
+        kind: Any = type(self)
         accelerator, given = self.accelerator, []
         prepare = accelerator.prepare_data_loader
 
@@ -517,17 +545,22 @@ class _InProcess:
 
         accelerator.prepare_data_loader = prepare_and_keep
         try:
-            super().get_train_dataloader()  # type: ignore[misc]
+            kind.get_train_dataloader(self)
         finally:
             accelerator.prepare_data_loader = prepare
         if not given:
             raise ConfigError(
-                f"{type(self).__name__}.get_train_dataloader() returns a loader that it has not "
+                f"{kind.__name__}.get_train_dataloader() returns a loader that it has not "
                 "passed to self.accelerator.prepare(): each rank would read all samples",
                 hint="return self.accelerator.prepare(DataLoader(…))",
             )
+        if _TRAINERS.setdefault(self.elastic_run, self) is not self:
+            raise ConfigError(
+                "a second Trainer trains in this process: a job trains one model",
+                hint="start a job for each training, such as each fold of a cross-validation",
+            )
         plan = _Plan(given[-1], self, self.elastic_run.largest_world)
-        if self._loop is not None:
+        if self._updates is not None:
             if not plan.is_of(self._updates.plan):
                 raise ConfigError(
                     "train() was called again with another data set or batch size: a job has one",
@@ -543,7 +576,8 @@ class _InProcess:
             weights="largest",
             whole_batches=self._has_whole_batches,
         )
-        return _Updates(self.elastic_run, loader, plan)
+        self._updates = _Updates(self.elastic_run, loader, plan)
+        return self._updates
 
     def _divides_batches(self, dataset: Any) -> bool:
         """Whether the loss of a batch follows from those of its parts: it is normalised over the
@@ -555,6 +589,8 @@ class _InProcess:
         kind: Any = type(self)
         is_own = kind.compute_loss.__module__.partition(".")[0] not in _OF_LIBRARIES
         if is_own or self.compute_loss_func is not None or self.label_smoother is not None:
+            return False
+        if _runs_backward(kind):
             return False
         if self.model_accepts_loss_kwargs:
             return _is_normalised(self.accelerator.unwrap_model(self.model))
@@ -592,7 +628,6 @@ class _InProcess:
         self._loop = _LoopState(self)
         self._loop.start = list(self._started_at)
         self._resume = (resume_from_checkpoint, self.state.global_step)
-        self._updates: _Updates = train_dataloader
         # Trainer sets them again before its loop; nothing is restored before that.
         self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, device=self.args.device), 0.0
         self._globalstep_last_logged = self._initial_global_step = self.state.global_step
@@ -767,7 +802,10 @@ class _InProcess:
         batches = list(next(self._steps))
         loader = self._updates.loader
         self._weights = loader.share.mean_weights
-        self._backwards = 0
+        self._calls = self._backwards = 0
+        self._is_reduced = False  # a backward pass of this update, of several in a training step
+        self._sums: list[Mapping[str, float]] = []
+        self._returned = torch.zeros((), dtype=torch.float64, device=self.args.device)
         self._before = self._tr_loss.clone(), self.current_flos
         self._flops = sum(
             float(self.floating_point_ops(batch))
@@ -791,10 +829,8 @@ class _InProcess:
     def _step_of_group(self, model: Any, inputs: Any, items: Any = None) -> torch.Tensor:
         """Trainer's training step for each batch of a group, whose last is ``inputs``. It replaces
         the attribute, so that a subclass's own ``training_step`` sees each of them."""
-        kind: Any = type(self)
-        step = kind.training_step
         if not self.elastic_run.in_step:
-            return step(self, model, inputs, items)
+            return type(self).training_step(self, model, inputs, items)  # type: ignore[attr-defined]
         assert self._loop is not None
         *others, _ = self._groups.pop(0)
         losses = []
@@ -805,13 +841,21 @@ class _InProcess:
             counted = self._loop.own.values() if others else {}
             for each in others:
                 with self.accelerator.no_sync(model=model):
-                    losses.append(step(self, model, each, items))
+                    losses.append(self._step_of_batch(model, each, items))
                 self._track_num_input_tokens(each)
                 self._loop.own.set(counted)
-            losses.append(step(self, model, inputs, items))
+            losses.append(self._step_of_batch(model, inputs, items))
         finally:
             self.accelerator.elastic_processes = None
         return torch.stack(losses).sum() if others else losses[0]
+
+    def _step_of_batch(self, model: Any, inputs: Any, items: Any) -> torch.Tensor:
+        kind: Any = type(self)
+        loss: torch.Tensor = kind.training_step(self, model, inputs, items)
+        if self._weights[self._calls]:
+            self._returned += loss.detach()
+        self._calls += 1
+        return loss
 
     @property
     def current_gradient_accumulation_steps(self) -> float:
@@ -819,7 +863,7 @@ class _InProcess:
         then add up to those of the mean over the update."""
         if self._has_whole_batches:
             return float(self._accumulated)
-        weight = self._weights[min(self._backwards, len(self._weights) - 1)]
+        weight = self._weights[min(self._calls, len(self._weights) - 1)]
         return 1 / weight if weight else 1.0
 
     @current_gradient_accumulation_steps.setter
@@ -830,22 +874,29 @@ class _InProcess:
         if not self.elastic_run.in_step:
             backward(loss, **options)
             return
-        index, self._backwards = self._backwards, self._backwards + 1
-        if not self._weights[index]:
+        self._backwards += 1
+        if not self._weights[self._calls]:
             # Not × 0: a NaN of the filler must not reach the gradients.
             loss = torch.where(torch.zeros((), dtype=torch.bool, device=loss.device), loss, 0.0)
-        flops = self._flops if index == 0 else 0.0
+        flops = self._flops if self._backwards == 1 else 0.0
         run = self.elastic_run
-        self._sums = run.sum_with_gradients(loss=loss.detach(), flops=flops)
+        sums = run.sum_with_gradients(loss=loss.detach(), flops=flops)
+        if not any(sums is earlier for earlier in self._sums):  # of passes under no_sync()
+            self._sums.append(sums)
         # Token losses are × the number of ranks, in float32: as in the largest world, rounding in
         # the backward pass does not depend on the world. Adam amplifies 1e-8 to 5e-6 [measured].
         ratio = run.largest_world / run.world.size
         if ratio != 1.0 and not self._has_whole_batches:
             loss = loss * ratio
+        if ratio != 1.0 and self._is_reduced:  # again, with weights of ranks that add up to less
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(ratio)
+        self._is_reduced = getattr(self.model_wrapped, "require_backward_grad_sync", True)
         backward(loss, **options)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if not self._weights[self._backwards - 1]:
+        if not self._weights[self._calls - 1]:
             inputs = {k: v[:0] if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
         super()._track_num_input_tokens(inputs)  # type: ignore[misc]
 
@@ -865,11 +916,16 @@ class _InProcess:
         loss, flops = self._before
         run = self.elastic_run
         ranks = run.largest_world if self._has_whole_batches else run.world.size
-        mean = self._sums["loss"] / ranks
+        if _runs_backward(type(self)) or self._backwards != self._calls:
+            # Plain Trainer logs what it returns: at the price of a collective.
+            total = self.accelerator.reduce(self._returned, reduction="sum").item()
+        else:
+            total = sum(sums["loss"] for sums in self._sums)
+        mean = total / ranks
         if self.args.logging_nan_inf_filter and not math.isfinite(mean):
             mean = loss.item() / max(1, self.state.global_step - self._globalstep_last_logged)
         self._tr_loss.copy_(loss + mean)
-        self.current_flos = flops + self._sums["flops"]
+        self.current_flos = flops + sum(sums["flops"] for sums in self._sums)
         norm = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         self._loop.last = [norm, learning_rate]
         self.elastic_run.commit(changes_follow=False)

@@ -194,6 +194,19 @@ MATRIX: dict[str, dict[str, Any]] = {
     "evaluations": {"evaluates": True, "args": {"eval_on_start": True}},
     "trained twice": EPOCHS | {"trainings": 2},
     "bf16": {"model": "gpt2", "double": False, "args": {"bf16": True}},
+    "two backward passes": {
+        "adversarial": True,
+        "args": {"gradient_accumulation_steps": 2, "logging_steps": 1},
+    },
+    "own loader": {
+        "loader": True,
+        "args": {
+            "dataloader_num_workers": 1,
+            "dataloader_persistent_workers": True,
+            "eval_strategy": "epoch",
+        },
+    },
+    "a seed before training": {"seed": 13},
 }
 
 

@@ -17,14 +17,19 @@ SEED, ACCUMULATED = 5, 2
 def sampler_of(kind: str, samples: int):
     if kind == "lengths":
         return LengthGroupedSampler(2, lengths=[i % 7 + 1 for i in range(samples)])
-    return WeightedRandomSampler([i + 1.0 for i in range(samples)], samples)
+    generator = torch.Generator().manual_seed(3) if kind == "generator" else None
+    return WeightedRandomSampler([i + 1.0 for i in range(samples)], samples, generator=generator)
 
 
 def of_accelerate(loader, ranks, even, split):
     """The batches that each rank reads in two epochs; ``even``: all have as many."""
     read = []
+    generator = getattr(loader.sampler, "generator", None)
+    state = None if generator is None else generator.get_state()
     for rank in range(ranks):
         torch.manual_seed(SEED)
+        if state is not None:
+            generator.set_state(state)
         prepared = prepare_data_loader(
             loader,
             torch.device("cpu"),
@@ -39,12 +44,14 @@ def of_accelerate(loader, ranks, even, split):
             prepared.set_epoch(epoch)
             epochs.append([batch[0].tolist() for batch in prepared])
         read.append(epochs)
+    if state is not None:
+        generator.set_state(state)
     return read
 
 
 compared = 0
 for kind, samples, ranks, drops, even, split in itertools.product(
-    ("shuffled", "lengths", "weighted"),
+    ("shuffled", "lengths", "weighted", "generator"),
     (12, 13, 50),
     (1, 2, 3),
     (False, True),
@@ -62,9 +69,10 @@ for kind, samples, ranks, drops, even, split in itertools.product(
     args = SimpleNamespace(seed=SEED, data_seed=None, gradient_accumulation_steps=ACCUMULATED)
     loaders = SimpleNamespace(dataloader_config=config)
     owner = SimpleNamespace(accelerator=loaders, args=args, first_epoch=lambda: 0)
+    torch.manual_seed(SEED)
     plan = _Plan(loader, owner, ranks)
     read = of_accelerate(loader, ranks, even, split)
-    for epoch in range(2):
+    for epoch in (1, 0, 1):
         ours = plan.order(epoch)
         batches = max(len(each[epoch]) for each in read)
         case = kind, samples, ranks, drops, even, split, epoch

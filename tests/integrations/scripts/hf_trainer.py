@@ -8,6 +8,7 @@ import os
 import sys
 
 import torch
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -122,10 +123,21 @@ class OwnTrainer(Trainer):
         super().__init__(*args, **others)
         self.updates = {}
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def note(self, inputs):
         indices = inputs.pop("index").tolist()  # A BATCH
         self.updates.setdefault(self.state.global_step + 1, []).extend(indices)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.note(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def get_train_dataloader(self):
+        if not options.get("loader"):
+            return super().get_train_dataloader()
+        generator = torch.Generator().manual_seed(5)
+        weights = [1.0 + i for i in range(len(data))]
+        sampler = WeightedRandomSampler(weights, len(data), generator=generator)
+        return self.accelerator.prepare(DataLoader(data, 4, sampler=sampler, collate_fn=collate))
 
     def prediction_step(self, model, inputs, *args, **others):
         inputs.pop("index")  # AN EVALUATED BATCH
@@ -134,6 +146,20 @@ class OwnTrainer(Trainer):
     def save_model(self, *args, **others):
         super().save_model(*args, **others)
         self.saved = args  # A WRITTEN MODEL
+
+
+class Adversarial(OwnTrainer):
+    """Perturbs inputs, as FGM does: two backward passes, of which the first's loss is logged."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        self.note(inputs)
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        perturbed = {**inputs, "x": inputs["x"] + 0.1 * inputs["x"].sign()}
+        self.accelerator.backward(self.compute_loss(model, perturbed) / 2)
+        return loss.detach()
 
 
 def accuracy(predicted) -> dict:
@@ -170,7 +196,7 @@ args = {
     "logging_steps": 3,
     "save_strategy": "no",
 } | options.get("args", {})
-trainer = OwnTrainer(
+trainer = (Adversarial if options.get("adversarial") else OwnTrainer)(
     model=model,
     args=TrainingArguments(
         output_dir=os.environ["OUT"],
@@ -190,6 +216,8 @@ trainer = OwnTrainer(
 # Plain Trainer trains without DDP after it: Accelerate takes the model for prepared.
 before = trainer.evaluate() if options.get("evaluates") and whose == "elastic" else {}
 recorder.events.clear()
+if "seed" in options:
+    torch.manual_seed(options["seed"])
 resumes = options.get("resumes") and os.path.isdir(os.environ["OUT"])
 last = get_last_checkpoint(os.environ["OUT"]) if resumes else None
 for _ in range(options.get("trainings", 1)):
