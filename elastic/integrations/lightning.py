@@ -35,12 +35,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import elastic
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, TrainingError
 from elastic.groups.world import World
 from elastic.integrations.attributes import ChangedAttributes, own_attributes, own_modules
 from elastic.integrations.prepared import batches_of, weighted
@@ -458,7 +459,7 @@ class Averages:
     def __init__(self, run: Run, results: Callable[[], Mapping[str, Any]]) -> None:
         self._run, self._results = run, results
         self._totals: dict[str, list[float]] = {}  # the sum, and the number of samples
-        self._own: dict[str, tuple[Any, Any]] = {}  # of this rank, up to the last batch
+        self._own: dict[str, tuple[Any, Any, int]] = {}  # of this rank, as far as they are given
         self._sums: list[Mapping[str, float]] = []  # of the current step
 
     def state_dict(self) -> dict[str, Any]:
@@ -476,25 +477,39 @@ class Averages:
     def begin_step(self) -> None:
         """Called before the first batch of a step."""
         self._sums = []
-        self._own = {key: _totals(metric) for key, metric in self._shared()}
+        self._own = {
+            key: (*_totals(metric), metric._update_count) for key, metric in self._shared()
+        }
+
+    def _new(self, *, counts: bool) -> dict[str, torch.Tensor]:
+        """What was logged since the last call: on a rank that has joined, the same as on others, to
+        which earlier values are known. ``counts``: it is not of a filler."""
+        values: dict[str, torch.Tensor] = {}
+        for key, metric in self._shared():
+            value, weight, updates = (*_totals(metric), metric._update_count)
+            before, weight_before, updates_before = self._own.get(key, (0.0, 0, 0))
+            if updates == updates_before:
+                continue
+            self._own[key] = value, weight, updates
+            new = torch.as_tensor(weight - weight_before, device=value.device)
+            values[f"{key}:value"] = (value - before).double() * counts
+            values[f"{key}:weight"] = new.double() * counts
+        return values
 
     def give(self, *, counts: bool = True) -> None:
         """Called before a backward pass: sum what the batch has logged with its gradients, if it
         ``counts``."""
-        values: dict[str, float | torch.Tensor] = {}
-        for key, metric in self._shared():
-            value, weight = _totals(metric)
-            before, weight_before = self._own.get(key, (torch.zeros_like(value), 0))
-            self._own[key] = value, weight
-            values[f"{key}:value"] = (value - before).double() * counts
-            values[f"{key}:weight"] = float(weight - weight_before) * counts
-        if values:
+        if values := self._new(counts=counts):
             sums = self._run.sum_with_gradients(**values)
             if not any(sums is earlier for earlier in self._sums):  # of passes under no_sync()
                 self._sums.append(sums)
 
-    def end_step(self) -> None:
-        """Called after the last batch of a step: add the sums of all ranks."""
+    def end_step(self, sum_over_ranks: Callable[..., torch.Tensor], *, counts: bool) -> None:
+        """Called after the last batch of a step: add the sums of all ranks. What manual
+        optimization has logged after its last backward pass costs a collective."""
+        if late := self._new(counts=counts):
+            summed = sum_over_ranks(torch.stack(list(late.values()))).tolist()
+            self._sums.append(dict(zip(late, summed, strict=True)))
         for sums in self._sums:
             for name, number in sums.items():
                 key, _, what = name.rpartition(":")
@@ -527,6 +542,29 @@ def is_shared(metric: Any) -> bool:
     is_of_all = meta.sync.should and not meta.sync.rank_zero_only
     is_of_step = meta.fx == "training_step"
     return bool(metric.is_tensor and is_sum and meta.on_epoch and is_of_all and is_of_step)
+
+
+def _is_reduced(metric: Any) -> bool:
+    """Whether Lightning reduces a value over all ranks at the end of an epoch."""
+    if not metric.is_tensor:
+        return metric.meta.metric_attribute is not None
+    return bool(metric.meta.on_epoch and metric.meta.sync.should and not is_shared(metric))
+
+
+def _arguments_of_log(metric: Any) -> dict[str, Any]:
+    """With which Lightning registers the same value on another rank."""
+    meta = metric.meta
+    names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+    value = float("-inf") if meta.is_max_reduction else float("inf")
+    if meta.is_mean_reduction or meta.is_sum_reduction:
+        value = 0.0
+    return {
+        **{name: getattr(meta, name) for name in names},
+        "sync_dist": meta.sync.should,
+        "rank_zero_only": meta.sync.rank_zero_only,
+        "metric_attribute": meta.metric_attribute,
+        "value": torch.tensor(value, device=metric.value.device if metric.is_tensor else "cpu"),
+    }
 
 
 def _totals(metric: Any) -> tuple[Any, Any]:
@@ -591,6 +629,7 @@ class Logs:
     def __init__(self, trainer: Any, progress: Progress) -> None:
         self._trainer, self._progress = trainer, progress
         self._held: list[Callable[[], object]] = []
+        self._first: list[Callable[[], object]] = []  # before training: of hyper-parameters
         self._is_resumed = False  # the job has continued from a checkpoint
         self._is_open = False  # this process has written entries since it is rank 0
         self._saves = [logger.save for logger in trainer.loggers]
@@ -606,8 +645,12 @@ class Logs:
                 vars(logger).pop(name, None)
 
     def _hold(self, number: int, write: Callable[..., object], *args: Any, **options: Any) -> None:
+        entry = functools.partial(write, *args, **options)
+        if not self._progress.entries:
+            self._first.append(entry)
+            return
         self._progress.entries[number] += 1
-        self._held.append(functools.partial(write, *args, **options))
+        self._held.append(entry)
 
     def drop(self) -> None:
         """Forget the entries of an interrupted step."""
@@ -620,9 +663,11 @@ class Logs:
         entries, self._held = self._held, []
         if self._trainer.is_global_zero and not self._is_open:
             self._is_open = True
+            new = len(entries) // len(self._saves)
+            if not any(kept > new for kept in self._progress.entries):
+                entries = self._first + entries
             for number, logger in enumerate(self._trainer.loggers):
-                kept = self._progress.entries[number] - len(entries) // len(self._saves)
-                self._continue(logger, max(0, kept))
+                self._continue(logger, max(0, self._progress.entries[number] - new))
         for write in entries:
             write()
         for save in self._saves:
@@ -879,6 +924,7 @@ class Fit:
         self.logs = Logs(trainer, self.progress)
         self.files = Files(strategy, self.run, self.progress)
         self._has_started = False  # on_train_start, in this process
+        self._forward = trainer.lightning_module.forward
         self._check_sanity = trainer._run_sanity_check
         trainer._run_sanity_check = lambda: None  # there is no world yet
         self.loop.run = self._run
@@ -971,6 +1017,7 @@ class Fit:
             self.progress.load_state_dict(state)
             self.logs.enter_world(self.progress.versions, is_resumed=self.job.is_resumed)
         self.run.retry(self.strategy.together(self._train))
+        self._share_metrics()  # also if all was done
         self.loop._restarting = False
 
     def _train(self) -> None:
@@ -998,6 +1045,8 @@ class Fit:
         self.strategy.weight = 1.0
         trainer.training = True
         trainer.lightning_module._current_fx_name = None
+        # A fault before the module's forward pass leaves Lightning's redirection in its place.
+        trainer.lightning_module.forward = self._forward
         is_first = self.epochs.batch_progress.current.ready == 0
         if is_first:
             self.epochs._results.reset(fx="training_step")
@@ -1008,9 +1057,13 @@ class Fit:
         if val_loop._data_fetcher is not None:
             val_loop.teardown()
         val_loop._results.reset()
-        for name, value in self.progress.metrics.items():
-            trainer._logger_connector._callback_metrics.setdefault(name, value)
+        self._share_metrics()
         torch.set_grad_enabled(True)
+
+    def _share_metrics(self) -> None:
+        """Let a node that has joined know what was logged before."""
+        for name, value in self.progress.metrics.items():
+            self.trainer._logger_connector._callback_metrics.setdefault(name, value)
 
     def _once(self, name: str, function: Callable[[], object]) -> None:
         progress = self.progress
@@ -1047,8 +1100,20 @@ class Fit:
     def _end_epoch(self) -> None:
         self.progress.in_epoch = False
         self.averages.end_epoch(self.trainer._logger_connector._callback_metrics)
+        self._share_results()
         self.loop.on_advance_end()
         self.loop.on_iteration_done()
+
+    def _share_results(self) -> None:
+        """Let a rank that has joined after the epoch's last step know which values the others are
+        about to reduce: its own part is empty."""
+        results, module = self.epochs._results, self.trainer.lightning_module
+        known = {key: _arguments_of_log(each) for key, each in results.items() if _is_reduced(each)}
+        for key, arguments in self.strategy.broadcast(known).items():
+            if key not in results:
+                path = arguments["metric_attribute"]
+                value = arguments["value"] if path is None else module.get_submodule(path)
+                results.log(**{**arguments, "value": value}, sync_dist_fn=self.strategy.reduce)
 
     def _batches(self) -> None:
         progress, epochs, fetcher = self.progress, self.epochs, self.loop._data_fetcher
@@ -1095,12 +1160,12 @@ class Fit:
 
     def _step(self, fetcher: Any) -> None:
         """An optimizer step, with all batches that it accumulates, and what follows it."""
-        epochs = self.epochs
+        epochs, updates = self.epochs, self.epochs.global_step
         self.run.begin()
         self.averages.begin_step()
         try:
             epochs.advance(fetcher)
-            while self._accumulates() and not epochs.done:
+            while self._accumulates(updates) and not epochs.done:
                 epochs.on_advance_end(fetcher)
                 epochs.on_iteration_done()
                 epochs.advance(fetcher)
@@ -1114,13 +1179,16 @@ class Fit:
         self._commit()
 
     def _commit(self) -> None:
-        self.averages.end_step()
+        self.averages.end_step(self.strategy.sum, counts=self.weight > 0)
         self.run.commit(changes_follow=False)
         self.logs.write()
 
-    def _accumulates(self) -> bool:
-        is_automatic = self.trainer.lightning_module.automatic_optimization
-        return bool(is_automatic and self.epochs._should_accumulate())
+    def _accumulates(self, updates: int) -> bool:
+        """Whether no optimizer has used the gradients of the step's batches. ``updates``: that
+        optimizers had made before it."""
+        if self.trainer.lightning_module.automatic_optimization:
+            return bool(self.epochs._should_accumulate())
+        return bool(self.epochs.global_step == updates)
 
     def _end_step(self) -> None:
         self.progress.owes_validation = False
@@ -1245,6 +1313,8 @@ def _define(package: str) -> Any:
         def setup_distributed(self) -> None:
             """The group of a world comes with run.retry."""
             reset_seed()
+            if not dist.is_initialized():
+                dist.init_process_group()  # deferred: a DistributedSampler asks for ranks
             self.set_world_ranks()
             _prepare_data_alone(self.lightning_module.trainer, data_connector)
 
@@ -1298,6 +1368,11 @@ def _define(package: str) -> Any:
                     tensor = tensor * self.weight
             return super().reduce(tensor, group, reduce_op=reduce_op)
 
+        def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+            """The sum over all ranks."""
+            summed: torch.Tensor = super().reduce(numbers, reduce_op="sum")
+            return summed
+
         def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
             """Whether all ranks, or any of them, decide so."""
             if not self._is_together:
@@ -1308,6 +1383,8 @@ def _define(package: str) -> Any:
             """The tensors of all ranks."""
             if not self._is_together:
                 return tensor[None]
+            if self.run.world.size < self.run.largest_world:
+                _check_shapes(tensor)
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
         # -- fit ------------------------------------------------------------------------------
@@ -1348,6 +1425,8 @@ def _define(package: str) -> Any:
                 return dataloader
             _check_loader(dataloader)
             is_training = self._trainer.training
+            if is_training:
+                _check_sampler(dataloader, self._trainer, self.run.largest_world)
             return SharedLoader(
                 self.run,
                 _unwrapped(dataloader),
@@ -1566,6 +1645,20 @@ def _repeat_if_interrupted(strategy: Any, loop: Any, kind: str) -> None:
     loop.run = run_once
 
 
+def _check_shapes(tensor: torch.Tensor) -> None:
+    """Raise TrainingError if ranks have tensors of different shapes: gloo ends the process, and
+    NCCL waits."""
+    shapes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shapes, tuple(tensor.shape))
+    if len(set(shapes)) > 1:
+        raise TrainingError(
+            f"all_gather() of tensors of shapes {', '.join(map(str, shapes))}: ranks of a smaller "
+            "world have different numbers of samples",
+            hint="let self.log(…, sync_dist=True) or a metric of torchmetrics reduce over ranks; "
+            "or gather sums, or torch.distributed.all_gather_object",
+        )
+
+
 def _check_loader(loader: Any) -> None:
     """Raise ConfigError for data without a position."""
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
@@ -1575,6 +1668,18 @@ def _check_loader(loader: Any) -> None:
         f"{kind} cannot be divided among a changing number of ranks: it has no positions",
         hint="use a DataLoader over a dataset with __getitem__ and __len__; streams recover by a "
         'restart, with strategy="ddp"',
+    )
+
+
+def _check_sampler(loader: Any, trainer: Any, ranks: int) -> None:
+    """Raise ConfigError if each rank would read all samples."""
+    is_distributed = isinstance(loader.sampler, DistributedSampler)
+    if trainer._accelerator_connector.use_distributed_sampler or is_distributed or ranks == 1:
+        return
+    raise ConfigError(
+        "Trainer(use_distributed_sampler=False): each rank would read all samples of "
+        f"{type(loader.sampler).__name__}, or a part for a fixed number of ranks",
+        hint="omit it: the sampler's order is divided among the ranks of each world",
     )
 
 

@@ -99,6 +99,7 @@ def test_a_death_leaves_what_the_plain_framework_computes(
 
 
 TOKENS = [
+    (ACCELERATE, "2", "0", "0", "counts"),
     (ACCELERATE, "3", "0", "0", "tokens"),
     (FABRIC, "2", "0", "tokens"),
     pytest.param((ACCELERATE, "1", "0", "0", "tokens", "first"), marks=pytest.mark.slow),
@@ -106,7 +107,7 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("case", TOKENS, ids="-".join)
-def test_a_mean_over_tokens_survives_a_death(
+def test_a_count_of_batches_and_a_mean_over_tokens_survive_a_death(
     world: SmallWorld, plain: Plain, tmp_path: Path, case: tuple[str, ...]
 ) -> None:
     """Each rank of the smaller world has batches of the largest one."""
@@ -114,6 +115,44 @@ def test_a_mean_over_tokens_survives_a_death(
     outcome = elastic_run(world, tmp_path, *case, death=Death(rank=1, event=50))
     assert outcome.died_at
     assert_equal(outcome, plain(case), workers=SIZE - 1)
+
+
+LIMITED = """
+import itertools
+import torch
+from torch.utils.data import DataLoader
+from elastic.integrations.accelerate import ElasticAccelerator
+
+accelerator = ElasticAccelerator()
+module = torch.nn.Linear(1, 1)
+model, optimizer, loader = accelerator.prepare(
+    module,
+    torch.optim.SGD(module.parameters(), lr=0.1),
+    DataLoader(torch.ones(36, 1), batch_size=3),
+)
+
+def train():
+    for _ in accelerator.epochs(2):
+        model.train()
+        for x in itertools.islice(loader, 3):
+            accelerator.backward(model(x).mean())  # a step
+            optimizer.step()
+            optimizer.zero_grad()
+
+accelerator.retry(train)
+result = {}
+"""
+
+
+def test_a_limit_of_batches_counts_those_before_a_death(world: SmallWorld, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "script.py"
+    script.write_text(LIMITED)
+    line = LIMITED[: LIMITED.index("# a step")].count("\n") + 1
+    death = Death(rank=1, event=2, line=line)
+    outcome = world.run(script, tmp_path / "run", size=SIZE, death=death, is_counted=False)
+    outcome.assert_success(workers=SIZE - 1)
+    assert [survivor.steps for survivor in outcome.survivors] == [6, 6]
 
 
 SPLIT = """

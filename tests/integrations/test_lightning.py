@@ -93,7 +93,7 @@ class Lightning:
 
     def entries(self, name: str) -> list[dict[str, float]]:
         paths = list((self.folder / name).rglob("metrics.csv"))
-        if not self.options.get("logger", True):
+        if self.options.get("logger", "csv") != "csv":
             assert not paths
             return []
         (path,) = paths
@@ -161,6 +161,14 @@ SCRIPTS: dict[str, Options] = {
         "save": {"every_n_train_steps": 2, "save_top_k": -1},
     },
     "manual optimization": {"manual": True, "scheduler": "", "epochs": 2},
+    "accumulation in manual optimization": {
+        "manual": True,
+        "accumulates": 2,
+        "scheduler": "",
+        "epochs": 2,
+        "samples": 48,
+    },
+    "TensorBoard, own sampler": {"logger": "tensorboard", "sampler": True, "epochs": 2},
     "two optimizers": {"gan": True, "manual": True, "scheduler": "", "epochs": 2},
     "several loaders, averaged weights": {
         "loaders": 2,
@@ -182,6 +190,8 @@ SCRIPTS: dict[str, Options] = {
 SLOW = {
     "manual optimization",
     "early stopping, plateau, data workers, saves by step",
+    "accumulation in manual optimization",
+    "TensorBoard, own sampler",
     "two optimizers",
     "loaders of each epoch",
     "limits",
@@ -200,6 +210,26 @@ def test_other_scripts_equal_plain_lightning(lightning: Make, name: str) -> None
     jobs.assert_as_plain("killed", outcome, workers=SIZE - 1)
     outcome = jobs.run("join", death=death("training step", 3, 1), is_replaced=True)
     jobs.assert_as_plain("join", outcome, workers=SIZE)
+
+
+def test_a_hook_before_a_training_step_is_repeated(lightning: Make) -> None:
+    """Others are about to call the module's forward pass, in whose place Lightning has put
+    training_step."""
+    jobs = lightning(epochs=1)
+    for event in (2, 3):
+        outcome = jobs.run(f"killed-{event}", death=death("hook before it", event, 1))
+        assert outcome.died_at
+        jobs.assert_as_plain(f"killed-{event}", outcome, workers=SIZE - 1)
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_after_an_epochs_last_step_reduces_what_it_has_not_logged(
+    lightning: Make,
+) -> None:
+    jobs = lightning(metric=True, epochs=2)
+    outcome = jobs.run("join", death=death("validation", 5, 1), is_replaced=True)
+    assert outcome.died_at
+    outcome.assert_success(workers=SIZE)
 
 
 @pytest.mark.slow
@@ -367,6 +397,11 @@ elif what == "phases":
     trainer().fit(model, samples())
     model.configure_optimizers = lambda: torch.optim.Adam(model.parameters())
     trainer().fit(model, samples())
+elif what == "sampler":
+    other = pl.Trainer(strategy="elastic", accelerator="cpu", max_epochs=1, logger=False,
+                       use_distributed_sampler=False, enable_progress_bar=False,
+                       enable_checkpointing=False)
+    other.fit(Model(), samples())
 elif what == "devices":
     pl.Trainer(strategy="elastic", accelerator="cpu", devices=2, logger=False).fit(
         Model(), samples())
@@ -383,6 +418,7 @@ REFUSALS = {  # and the number of workers
     "stream": (1, "Stream cannot be divided among a changing number of ranks"),
     "twice": (1, "trainer.fit() is called again with another LightningModule"),
     "phases": (1, "trainer.fit() is called again with other optimizers"),
+    "sampler": (2, "Trainer(use_distributed_sampler=False): each rank would read all samples"),
     "devices": (1, "Trainer(devices=2) on a node with 1 workers"),
 }
 

@@ -1,6 +1,7 @@
-"""A loop with Accelerate: plain|elastic ACCUMULATION WORKERS SPLIT [tokens [first]]
+"""A loop with Accelerate: plain|elastic ACCUMULATION WORKERS SPLIT [tokens [first]] [counts]
 
 tokens: the loss is a mean over them. first: gradients are set to zero before the forward pass.
+counts: by enumerate, as in Accelerate's nlp_example, which begins each epoch with a group of one.
 """
 
 import os
@@ -29,7 +30,9 @@ options = {
     "dataloader_config": DataLoaderConfiguration(
         use_seedable_sampler=True, split_batches=bool(split)
     ),
-    "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=accumulation),
+    "gradient_accumulation_plugin": GradientAccumulationPlugin(
+        num_steps=1 if "counts" in sys.argv else accumulation
+    ),
     "cpu": os.environ.get("SHARED_GPU") != "1",
 }
 if kind == "plain":
@@ -123,10 +126,21 @@ def train_as_accumulation_does_not(x, y):
     scheduler.step()
 
 
+def train_as_nlp_example_does():
+    for step, (x, y) in enumerate(train_loader):
+        accelerator.backward(loss_of(x, y) / accumulation)
+        if step % accumulation == 0:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
 def train() -> None:
     for epoch in range(3) if kind == "plain" else run.epochs(3):
         model.train()
-        for x, y in train_loader:
+        if "counts" in sys.argv:
+            train_as_nlp_example_does()
+        for x, y in () if "counts" in sys.argv else train_loader:
             if "first" in sys.argv:
                 train_as_accumulation_does_not(x, y)
                 continue

@@ -72,9 +72,7 @@ def loss_of(x, y):
 def train() -> None:
     for _ in range(3) if kind == "plain" else run.epochs(3):
         model.train()
-        for index, batch in enumerate(
-            train_loader, start=0 if kind == "plain" else train_loader.index
-        ):
+        for index, batch in enumerate(train_loader):
             is_accumulating = (index + 1) % accumulation != 0
             for x, y in batch if has_tokens and kind != "plain" else [batch]:
                 with fabric.no_backward_sync(model, enabled=is_accumulating):

@@ -9,9 +9,11 @@ import sys
 
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from kit.plain_store import fork_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 GIVEN = json.loads(sys.argv[1])
 OPTIONS = {
@@ -39,6 +41,9 @@ OPTIONS = {
     "averaging": False,
     "gan": False,
     "tokens": False,  # the loss is a mean over them
+    "accumulates": 1,  # batches, in manual optimization
+    "metric": False,  # of torchmetrics, in training
+    "sampler": False,  # the script's own DistributedSampler
     **GIVEN,
 }
 
@@ -51,15 +56,16 @@ if OPTIONS["strategy"] == "ddp":
 if OPTIONS["package"] == "lightning":
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 else:
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-    from pytorch_lightning.loggers import CSVLogger
+    from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 if OPTIONS["strategy"] != "ddp":
     import elastic.integrations.lightning  # registers strategy="elastic"
 
+LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}
 torch.set_default_dtype(torch.float64)
 
 
@@ -71,6 +77,9 @@ def data(seed, samples):
 
 class Data(pl.LightningDataModule):
     def train_dataloader(self):
+        if OPTIONS["sampler"]:
+            samples = data(1, OPTIONS["samples"])
+            return DataLoader(samples, OPTIONS["batch"], sampler=DistributedSampler(samples))
         loaders = [
             DataLoader(
                 data(1 + i, OPTIONS["samples"] // (1 + i)),
@@ -116,6 +125,7 @@ class Recorder(pl.Callback):
             self.validations.append(trainer.global_step)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        maybe_die("hook", module)
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
@@ -125,6 +135,9 @@ class Classifier(pl.LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
         self.outputs = []
+        self.save_hyperparameters({"width": 8})
+        if OPTIONS["metric"]:
+            self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=2)
         self.automatic_optimization = not OPTIONS["manual"]
 
     def forward(self, x):
@@ -153,10 +166,17 @@ class Classifier(pl.LightningModule):
             return None
         if OPTIONS["manual"]:
             optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+            self.manual_backward(loss / OPTIONS["accumulates"])
+            self.log("late_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+            if (batch_idx + 1) % OPTIONS["accumulates"] == 0:
+                optimizer.step()
+                optimizer.zero_grad()
             return None
+        if OPTIONS["metric"]:
+            x, y = batches[0]
+            self.accuracy(self(x), y)
+            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+            self.log("most", loss, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -200,6 +220,8 @@ def maybe_die(place, module):
     """Mark places for deaths: lines of this script."""
     if place == "train":
         pass  # died in a training step
+    elif place == "hook":
+        pass  # died in a hook before it
     elif place == "validate":
         pass  # died in a validation
     elif place == "save":
@@ -253,7 +275,7 @@ trainer = pl.Trainer(
         "max_epochs": OPTIONS["epochs"],
         "strategy": strategy(),
         "callbacks": callbacks,
-        "logger": CSVLogger(folder) if OPTIONS["logger"] else False,
+        "logger": LOGGERS[OPTIONS["logger"]](folder) if OPTIONS["logger"] else False,
         "log_every_n_steps": 1,
         "enable_progress_bar": False,
         "enable_model_summary": False,
