@@ -210,7 +210,7 @@ def test_local_state_returns_to_the_checkpoint_from_which_a_built_model_continue
 
 # The second of a step's backward passes is the first that numbers follow.
 LATE = """
-model = run.wrap(network)
+model = run.wrap(network, find_unused_parameters=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 run.track(optimizer=optimizer)
 loader = run.loader(DataLoader(dataset, shuffle=True), global_batch=12)
