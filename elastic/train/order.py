@@ -134,10 +134,11 @@ class ControlFlags:
         self._ends.clear()
         self._digest, self.has_different_weights = None, False
 
-    def keep(self) -> None:
-        """Copy the flags of the step's earlier backward passes: numbers that follow gradients only
-        from now on will be written over them."""
-        self._ends = [(name, end.clone()) for name, end in self._ends]
+    def keep(self, place: torch.Tensor) -> None:
+        """Copy the flags that earlier backward passes of this step have received in ``place``:
+        numbers that follow gradients only from now on will be written over them."""
+        known = ((n, end, end.data_ptr() == place.data_ptr()) for n, end in self._ends)
+        self._ends = [(n, end.clone() if is_there else end) for n, end, is_there in known]
 
     def copy_to_host(self) -> None:
         """Copy the flags from a GPU after the collectives, before more work is queued."""

@@ -303,7 +303,8 @@ class Reduction:
         numbers = sums.room(gradients.dtype) if sums is not None else 0
         room = self._room
         if room is None or not room.is_behind(gradients) or room.numbers.numel() != numbers:
-            self.flags.keep()
+            if room is not None:
+                self.flags.keep(room.end)
             room = self._room = Room.behind(gradients, numbers, room)
         if room is None:
             return gradients

@@ -232,11 +232,38 @@ result = {"samples": torch.tensor(run.state["samples"])}
 """
 
 
+# The third pass reduces two modules, of which the second has not been reduced before.
+GAN = """
+model = run.wrap(network)
+other = run.wrap(nn.Linear(1, 4))
+optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.01)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, shuffle=True), global_batch=12)
+
+def train():
+    run.state.setdefault("samples", 0.0)
+    for epoch in run.epochs(1):
+        for inputs, targets in loader:
+            F.mse_loss(model(inputs), targets).backward()
+            made = other(targets)
+            F.mse_loss(model(made.detach()), targets).backward()
+            sums = run.sum_with_gradients(samples=len(inputs))
+            F.mse_loss(model(made), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.state["samples"] += sums["samples"]
+
+run.retry(train)
+result = {"samples": torch.tensor(run.state["samples"])}
+"""
+
+
+@pytest.mark.parametrize("passes", [LATE, GAN], ids=["second", "third, of two modules"])
 def test_sums_may_follow_a_later_backward_pass_than_the_first(
-    runs: IdiomRuns, tmp_path: Path
+    runs: IdiomRuns, tmp_path: Path, passes: str
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(HEAD + LATE)
+    script.write_text(HEAD + passes)
     outcome = runs.world.run(script, tmp_path / "job", size=3, is_counted=False)
     outcome.assert_success(workers=3)
     assert outcome.worlds == 1, "no collective has failed"

@@ -206,7 +206,7 @@ SLOW = {
 def test_other_scripts_equal_plain_lightning(lightning: Make, name: str) -> None:
     jobs = lightning(**SCRIPTS[name])
     outcome = jobs.run("killed", death=death("training step", 4, 0))
-    assert outcome.died_at
+    assert outcome.died_at and outcome.worlds == 2
     jobs.assert_as_plain("killed", outcome, workers=SIZE - 1)
     outcome = jobs.run("join", death=death("training step", 3, 1), is_replaced=True)
     jobs.assert_as_plain("join", outcome, workers=SIZE)
