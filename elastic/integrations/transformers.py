@@ -234,7 +234,7 @@ def _is_normalised(model: torch.nn.Module) -> bool:
 
 
 @functools.cache
-def _runs_backward(kind: type) -> bool:
+def _runs_backward(kind: Any) -> bool:
     """Whether a class of the script runs backward passes itself, as in a ``training_step`` of its
     own: of another loss than ``compute_loss`` returns, or of several."""
     own = (
@@ -448,6 +448,12 @@ class _InProcess:
                 isinstance(dataset, IterableDataset),
                 "an IterableDataset has no position that another number of ranks can continue from",
                 "use a map-style dataset, or plain Trainer, which recovers by a restart",
+            ),
+            (
+                hasattr(self, "_generate_and_score_completions"),  # GRPO, RLOO
+                "this trainer keeps the completions that a rank has generated over several steps, "
+                "in groups that are divided among a fixed number of ranks",
+                "use TRL's own class, which recovers by a restart",
             ),
             (
                 args.auto_find_batch_size,
@@ -829,8 +835,9 @@ class _InProcess:
     def _step_of_group(self, model: Any, inputs: Any, items: Any = None) -> torch.Tensor:
         """Trainer's training step for each batch of a group, whose last is ``inputs``. It replaces
         the attribute, so that a subclass's own ``training_step`` sees each of them."""
+        kind: Any = type(self)
         if not self.elastic_run.in_step:
-            return type(self).training_step(self, model, inputs, items)  # type: ignore[attr-defined]
+            return kind.training_step(self, model, inputs, items)
         assert self._loop is not None
         *others, _ = self._groups.pop(0)
         losses = []
@@ -916,7 +923,8 @@ class _InProcess:
         loss, flops = self._before
         run = self.elastic_run
         ranks = run.largest_world if self._has_whole_batches else run.world.size
-        if _runs_backward(type(self)) or self._backwards != self._calls:
+        kind: Any = type(self)
+        if _runs_backward(kind) or self._backwards != self._calls:
             # Plain Trainer logs what it returns: at the price of a collective.
             total = self.accelerator.reduce(self._returned, reduction="sum").item()
         else:

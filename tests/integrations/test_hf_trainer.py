@@ -482,6 +482,7 @@ TRL: dict[str, dict[str, Any]] = {
     "sft of adapters": {"trainer": "sft", "lora": True, "accumulation": 2},
     "sft, packed": {"trainer": "sft", "packing": True},
     "dpo": {"trainer": "dpo"},
+    "reward": {"trainer": "reward"},
     "dpo of adapters": {"trainer": "dpo", "lora": True, "accumulation": 2},
 }
 
@@ -490,7 +491,8 @@ TRL: dict[str, dict[str, Any]] = {
 def trl_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     for package in ("trl", "peft", "datasets"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    imports = ["datasets", "peft", "trl.trainer.dpo_trainer", "trl.trainer.sft_trainer"]
+    trainers = [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "reward", "sft")]
+    imports = ["datasets", "peft", *trainers]
     with SmallWorld(imports=[*WARM, "transformers.models.llama.modeling_llama", *imports]) as world:
         yield Runs(world, tmp_path_factory.mktemp("trl"))
 
@@ -512,6 +514,13 @@ def test_trainers_of_trl_are_those_without_a_death(trl_runs: Runs, kind: str) ->
             assert facts["checkpoints"] == plain.facts[0]["checkpoints"]
             for entry, other in zip(facts["log"], plain.facts[0]["log"], strict=True):
                 assert entry == pytest.approx(other, abs=LOGGED, rel=LOGGED)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_generates_what_it_trains_on_is_refused(trl_runs: Runs) -> None:
+    ran = trl_runs.run("elastic", {"trainer": "grpo"}, script=SCRIPTS / "trl_trainers.py")
+    errors = [worker.error for worker in ran.outcome.workers if worker.error]
+    assert errors and all("keeps the completions that a rank has generated" in e for e in errors)
 
 
 # ----------------------------------------------------------------------------

@@ -9,8 +9,22 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 whose, options = sys.argv[1], json.loads(sys.argv[2])
 if whose == "elastic":
@@ -20,6 +34,12 @@ if whose == "elastic":
         pass
 
     class DPOTrainer(ElasticTrainerMixin, DPOTrainer):
+        pass
+
+    class RewardTrainer(ElasticTrainerMixin, RewardTrainer):
+        pass
+
+    class GRPOTrainer(ElasticTrainerMixin, GRPOTrainer):
         pass
 
 
@@ -36,8 +56,10 @@ def text(seed: int, length: int) -> str:
 
 
 torch.manual_seed(3)
-model = LlamaForCausalLM(
+kind = LlamaForSequenceClassification if options["trainer"] == "reward" else LlamaForCausalLM
+model = kind(
     LlamaConfig(
+        num_labels=1,
         vocab_size=64,
         hidden_size=16,
         intermediate_size=32,
@@ -79,6 +101,23 @@ if options["trainer"] == "dpo":
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         peft_config=lora,
+    )
+elif options["trainer"] == "reward":
+    rows = [{"chosen": text(i, 4 + i % 3), "rejected": text(i + 2, 4)} for i in range(24)]
+    trainer = RewardTrainer(
+        model=model,
+        args=RewardConfig(**args),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+elif options["trainer"] == "grpo":
+    del args["max_length"]
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **others: [1.0 for _ in completions],
+        args=GRPOConfig(**args, num_generations=2, max_completion_length=4),
+        train_dataset=Dataset.from_list([{"prompt": text(i, 4)} for i in range(12)]),
+        processing_class=tokenizer,
     )
 else:
     rows = [{"text": text(i, 5 + i % 4)} for i in range(28)]
