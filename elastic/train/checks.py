@@ -1196,7 +1196,7 @@ def _refusal_of_break(left: ast.If) -> TrainingError:
         "after a recovery or a restart, the epoch would have more steps",
         hint="run.loader(…, max_steps=n), whose epochs end at the same step, or "
         "enumerate(loader, start=loader.index),\n"
-        'or a count of the job: run.state.setdefault("steps", 0), and run.state["steps"] += 1',
+        '  or a count of the job: run.state.setdefault("steps", 0), and run.state["steps"] += 1',
     )
 
 
