@@ -1,8 +1,7 @@
 """LoRA: adapters of a frozen model
 
 Inject the adapters before `run.wrap`, and merge them after `run.retry`. To merge and separate them
-around an evaluation changes the weights in the loop: separate them in `finally`, because a recovery
-restores the weights, but not the attribute `merged`, and save checkpoints.
+around an evaluation changes the weights in the loop: save checkpoints.
 
 Group: Models
 """
