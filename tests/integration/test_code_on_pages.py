@@ -187,13 +187,6 @@ class Setting:
     replaced: dict[str, str] = field(default_factory=dict)
 
 
-ACCELERATOR = """
-from elastic.integrations.accelerate import ElasticAccelerator as Accelerator
-run = elastic.join(checkpoints="job", seed=42)
-accelerator = Accelerator(run=run)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-evaluate = lambda: None
-"""
 FABRIC = """
 from elastic.integrations.fabric import ElasticFabric as Fabric
 run = elastic.join(checkpoints="job", seed=42)
@@ -267,12 +260,7 @@ SETTINGS: dict[str, list[Setting]] = {
         Setting(JOINED + LOADER),
         Setting(JOINED + LOADER),
     ],
-    "docs/how-to/accelerate.md": [
-        Setting(LOADERS + SCHEDULER, replaced={"…": ACCUMULATED}),
-        Setting(
-            LOADERS + ACCELERATOR, IN_RETRY, replaced={"…": ACCUMULATED, "% 500 == 499": "% 9 == 8"}
-        ),
-    ],
+    "docs/how-to/accelerate.md": [Setting(LOADERS + SCHEDULER, replaced={"…": ACCUMULATED})],
     "docs/how-to/adopt.md": [Setting(replaced={"10_000": "3"})],
     "docs/how-to/fabric.md": [
         Setting(LOADERS, replaced={"…": f"{OF_BATCH}; optimizer.zero_grad()"}),
