@@ -277,7 +277,7 @@ class _Summaries:
     """The manifests of a folder's checkpoints without their tensors, in one file beside them.
 
     Another process would otherwise read the manifest of each checkpoint at its first commit. A
-    summary stands for a manifest that has not changed since, and whose files have their sizes: the
+    summary replaces a manifest that has not changed since, and whose files have their sizes: the
     manifest is read where that is not known. A file that is damaged, or half written by another
     process, has a wrong checksum and counts as missing.
     """

@@ -82,7 +82,7 @@ _SHAPES = frozenset(
 )
 _ELEMENTS = 100  # of a container in which values are looked for
 _OF_WEIGHTS = frozenset({"parameters", "named_parameters", "buffers", "state_dict"})
-_PLAIN = (ast.Assign, ast.AnnAssign)
+_ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
 _SAME_ON_ALL_RANKS = frozenset({"max", "min", "abs", "round", "float", "int", "bool", "math"})
 
 
@@ -427,7 +427,9 @@ class _Values:
             if isinstance(statement, (ast.For, ast.AsyncFor)) and self.reads(statement.iter):
                 for name in _targets(statement.target):
                     self._assign(name, statement)
-            for target, value in assignments(statement) if isinstance(statement, _PLAIN) else ():
+            for target, value in (
+                assignments(statement) if isinstance(statement, _ASSIGNMENTS) else ()
+            ):
                 if self.reads(value) and not _is_of_the_job(target, ()):
                     for name in _targets(target) or {_root(target)}:
                         self._assign(name, statement)
@@ -626,9 +628,7 @@ def _elements(loop: Loop) -> dict[str, str]:
             elif call is not None and name == "enumerate" and len(parts) == 2:
                 pairs += [(parts[1], source) for source in call.args[:1]]
             elif call is not None and isinstance(call.func, ast.Attribute):
-                if (name == "items" and len(parts) == 2) or (
-                    name in ("named_parameters", "named_buffers") and len(parts) == 2
-                ):
+                if name in ("items", "named_parameters", "named_buffers") and len(parts) == 2:
                     pairs.append((parts[1], call.func.value))
                 elif name in ("values", "parameters", "buffers"):
                     pairs.append((target, call.func.value))

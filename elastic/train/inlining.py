@@ -495,7 +495,7 @@ class _Inliner:
             reads = self._loads(
                 key
                 for key in stored
-                if key in used or (isinstance(key, tuple) and not self._is_state(key, objects))
+                if key in used or (isinstance(key, tuple) and self._is_lost_with(key, objects))
             )
             targets = [n for n in walk(node.target) if isinstance(n, ast.Name)] if reads else []
             node.body[:0] = [
@@ -529,13 +529,13 @@ class _Inliner:
                     used |= {(call.number, name) for call in around}
         return used
 
-    def _is_state(self, key: Any, objects: Mapping[int, object]) -> bool:
-        """Numbers and flags of the script's datasets belong to the job's state, and other objects
-        to no data."""
+    def _is_lost_with(self, key: Any, objects: Mapping[int, object]) -> bool:
+        """Whether it is an attribute of one of these objects that is no state: not a number or flag
+        of the script's."""
         if key[0] not in objects:
-            return True
+            return False
         is_plain = isinstance(self._outside.get(key), (*_CONSTANTS, type(None)))
-        return is_plain and has_state(objects[key[0]])
+        return not (is_plain and has_state(objects[key[0]]))
 
     def _created_by(self, node: ast.stmt, call: _Call) -> tuple[object, Any]:
         """The object that a variable holds, and the call that gives it another one, if a statement
