@@ -420,6 +420,18 @@ def hook_tables(module: torch.nn.Module) -> dict[str, Any]:
     return {name: module.__dict__[name] for name in _HOOK_TABLES if name in module.__dict__}
 
 
+def hooks_of(owner: object) -> list[dict[int, Any]]:
+    """The tables of the hooks of a module, tensor or optimizer, by the number of each hook."""
+    tables: Iterable[Any]
+    if isinstance(owner, torch.nn.Module):
+        tables = hook_tables(owner).values()
+    elif isinstance(owner, torch.Tensor):
+        tables = (owner._backward_hooks, owner._post_accumulate_grad_hooks)
+    else:
+        tables = (table for name, table in vars(owner).items() if name.endswith("_hooks"))
+    return [table for table in tables if isinstance(table, dict)]
+
+
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """A module's own buffers, without those of its submodules."""
     return module._buffers

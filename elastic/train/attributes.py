@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterable, Mapping
 from types import FunctionType, MethodType, ModuleType
@@ -21,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from elastic.train.origin import is_defined_by_script
 
 Attributes = dict[str, dict[str, Any]]
 """By the path of an object, such as a submodule, and the name of the attribute."""
@@ -31,8 +30,6 @@ _OF_TORCH = nn.Module().__dict__.keys() - {"training"}
 _MISSING = object()
 _WRAPPER = "."  # no submodule's path
 _OBJECTS, _ELEMENTS, _DEPTH = 200, 100, 5  # of data
-_LIBRARIES = f"{os.sep}site-packages{os.sep}"
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _LEAVES = (*_PLAIN, type, ModuleType, torch.Tensor)
 
 
@@ -76,11 +73,8 @@ def attributes_of_data(dataset: object, collate: object) -> PlainAttributes:
 def has_state(one: object) -> bool:
     """Whether the attributes of an object in a dataset are state: of modules, such as transforms,
     and of what the script defines. Others may be counts of references, or numbers of files."""
-    if isinstance(one, nn.Module):
-        return True
-    name = one.__module__ if isinstance(one, FunctionType) else type(one).__module__
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return not (_LIBRARIES in file or file.startswith(_STANDARD_LIBRARY))
+    owner = one if isinstance(one, FunctionType) else type(one)
+    return isinstance(one, nn.Module) or is_defined_by_script(owner)
 
 
 def objects_of_data(dataset: object, collate: object) -> dict[str, object]:

@@ -28,7 +28,6 @@ from torch import nn
 
 from elastic.errors import TrainingError
 from elastic.train.checks import (
-    LIBRARIES,
     Loop,
     frames_of_script,
     loops_around,
@@ -44,6 +43,7 @@ from elastic.train.inlining import (
     source_of,
     text_of,
 )
+from elastic.train.origin import is_installed
 from elastic.train.sharding import local_value
 from elastic.train.syntax import children, walk
 
@@ -118,7 +118,7 @@ def refuse_carried(
         if not is_saved:
             return reported  # the functions are not called again
         frames.append(last)
-    calls = [f for f in frames if f is not None and LIBRARIES not in f.f_code.co_filename]
+    calls = [f for f in frames if f is not None and not is_installed(f.f_code)]
     trains = set[str]().union(*map(_training_functions, calls))
     parameters = {p for module in modules for p in module.parameters() if p.requires_grad}
     weights = frozenset(map(id, parameters))
@@ -481,7 +481,7 @@ def needs_last_iteration(frame: FrameType | None) -> bool:
     ``print(loss.item())`` after an evaluation. They would not exist where the loop resumes at its
     end."""
     for one in frames_of_script(frame):
-        if one is not None and LIBRARIES not in one.f_code.co_filename:
+        if one is not None and not is_installed(one.f_code):
             return _needs_last_iteration(tree_of(one), one.f_lineno)
     return False
 

@@ -43,7 +43,6 @@ from elastic.groups.world import World
 from elastic.telemetry.log import get_logger
 from elastic.train.carried import CarriedVariable, refuse_carried
 from elastic.train.checks import (
-    LIBRARIES,
     assigned_globals,
     decides_on_the_end,
     frames_of_script,
@@ -55,6 +54,7 @@ from elastic.train.checks import (
 from elastic.train.generators import GENERATORS, GeneratorState, state_of
 from elastic.train.hooks import Hook
 from elastic.train.inlining import is_stateless, plain_name
+from elastic.train.origin import is_installed
 from elastic.train.state import JobState
 from elastic.train.syntax import walk
 from elastic.train.untracked import saved_optimizers
@@ -198,6 +198,7 @@ class ChangeDetector(Hook):
         self._is_off = False  # an object of the script cannot be read
         # Where the script's loops begin steps, and which variables they only report.
         self._places: dict[tuple[CodeType, int], list[CarriedVariable]] = {}
+        self._is_new_loop = False
         self._is_first_step = True  # of a world
         self._rank = 0
         self._steps = 0
@@ -223,6 +224,10 @@ class ChangeDetector(Hook):
         """Search what this function can reach, too."""
         self._callbacks.append(callback)
 
+    def is_new_loop(self) -> bool:
+        """Whether the step that begins is the first of its loop."""
+        return self._is_new_loop
+
     def ignore(self, paths: Iterable[str]) -> None:
         """These need not be saved."""
         self._reported.update(paths)
@@ -231,9 +236,9 @@ class ChangeDetector(Hook):
         """See :class:`Hook`. Raises TrainingError for an untracked average or copy, and for a
         variable that the loop carries from step to step."""
         self._steps += 1
+        self._read_source(sys._getframe(1))
         if self._is_off:
             return
-        self._read_source(sys._getframe(1))
         is_first, self._is_first_step = self._is_first_step, False
         if is_first and self._rank == 0:
             self._warn_of_reported(sys._getframe(1))
@@ -255,7 +260,8 @@ class ChangeDetector(Hook):
         """Of each loop of the script, in its first step."""
         first = next(frames_of_script(frame), None)
         place = (first.f_code, first.f_lineno) if first is not None else None
-        if place is None or place in self._places:
+        self._is_new_loop = place is not None and place not in self._places
+        if place is None or not self._is_new_loop:
             return
         self._places[place] = []
         try:
@@ -399,6 +405,10 @@ class ChangeDetector(Hook):
     @property
     def _modules(self) -> list[nn.Module]:
         return [module.module for module in self._job.modules.values()]
+
+    def roots(self) -> list[object]:
+        """What the function of run.retry can reach, that is being called."""
+        return [one for _, one in self._all_roots()]
 
     def _all_roots(self) -> list[Named]:
         roots = [*variables(sys._getframe(1)), self._callbacks]
@@ -781,8 +791,8 @@ def _sources(owner: object, frame: FrameType | None) -> Iterator[tuple[str, ast.
     """The files of the script's functions that are being called, and of the owner's class."""
     own = [f.__code__ for f in vars(type(owner)).values() if isinstance(f, FunctionType)]
     frames = [f.f_code for f in frames_of_script(frame) if f is not None]
-    for file in {code.co_filename for code in (*own, *frames)}:
-        if LIBRARIES not in file and (lines := linecache.getlines(file)):
+    for file in {code.co_filename for code in (*own, *frames) if not is_installed(code)}:
+        if lines := linecache.getlines(file):
             with contextlib.suppress(SyntaxError, ValueError):
                 yield file, ast.parse("".join(lines))
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import ctypes
 import dis
 import functools
 import hashlib
 import inspect
 import linecache
-import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os import sep
 from pathlib import Path
 from types import (
     CellType,
@@ -26,11 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.utils.data import get_worker_info
 
 from checkpoints.tensors import is_dtensor, local_of
@@ -38,8 +30,7 @@ from elastic.errors import ConfigError, TrainingError
 from elastic.groups.collectives import all_gather_json
 from elastic.groups.world import World
 from elastic.telemetry.log import get_logger
-from elastic.train.ddp import ElasticDDP, Wrapped
-from elastic.train.hooks import Hook
+from elastic.train.origin import is_installed, is_own
 from elastic.train.rollback import contents
 from elastic.train.state import JobState
 from elastic.train.syntax import walk
@@ -53,15 +44,6 @@ from elastic.train.untracked import saved_optimizers
 
 # The instruction that removes a loop's iterator: POP_ITER since Python 3.14.
 _REMOVES_ITERATOR = {dis.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in dis.opmap}
-OWN = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    contextlib.__file__,
-)
-
-
-def is_own(code: CodeType) -> bool:
-    """Whether code is part of this package, or of contextlib, which it uses."""
-    return code.co_filename.startswith(OWN)
 
 
 def is_left_on_purpose() -> bool:
@@ -86,8 +68,6 @@ def is_left_on_purpose() -> bool:
 # ----------------------------------------------------------------------------
 # The script's frames, and their variables.
 
-LIBRARIES = f"{sep}site-packages{sep}"
-
 
 def frames_of_script(frame: FrameType | None) -> Iterator[FrameType | None]:
     """From the loop over the loader to the call of run.retry, which is None."""
@@ -107,7 +87,7 @@ def variables(frame: FrameType) -> Iterator[dict[str, object]]:
     """The variables of each frame of the script, and the global ones of its modules."""
     modules: set[int] = set()
     for one in frames_of_script(frame):
-        if one is None or LIBRARIES in one.f_code.co_filename:
+        if one is None or is_installed(one.f_code):
             continue
         if one.f_code.co_flags & inspect.CO_OPTIMIZED:
             yield local_variables(one)
@@ -287,113 +267,6 @@ def _is_at(node: ast.If | ast.Call, line: int) -> bool:
 def _strings(expression: ast.expr) -> set[str]:
     constants = (n.value for n in walk(expression) if isinstance(n, ast.Constant))
     return {value for value in constants if isinstance(value, str)}
-
-
-# ----------------------------------------------------------------------------
-# Refuses a wrapped module whose parameters or buffers are replaced, added or removed in training.
-#
-# A layer that grows a model, ``self.weight = nn.Parameter(…)`` in a forward pass (an EMA codebook
-# in many VQ-VAEs), pruning that starts in the middle: DDP reduces the parameters that it has seen,
-# so ranks would train different models, and no error would occur. A joining process would create
-# the module as it was, and could not load the state of the others.
-#
-# torch reports each registration, so a step costs one comparison. A buffer may get another tensor:
-# it keeps its name, and nothing reduces it.
-
-_HOOKS = (
-    register_module_buffer_registration_hook,
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
-
-
-class ModuleStructures(Hook):
-    """Compares the job's wrapped modules with what they were in their first step. One per
-    process."""
-
-    def __init__(self, modules: Callable[[], Iterable[Wrapped]]) -> None:
-        self._modules = modules
-        self._structures: list[_Structure] = []  # in the order of the job's modules
-        self._handles = [register(self._note) for register in _HOOKS]
-
-    def close(self) -> None:
-        """Stop noting registrations."""
-        for handle in self._handles:
-            handle.remove()
-
-    def begin(self, number: int) -> None:
-        """See :class:`Hook`. Raises TrainingError if a parameter or buffer was replaced, added or
-        removed."""
-        wrapped = [module for module in self._modules() if isinstance(module, ElasticDDP)]
-        if [one.wrapped for one in self._structures] != wrapped:
-            self._structures = [_Structure(module) for module in wrapped]
-        for one in self._structures:
-            one.check()
-
-    def _note(self, owner: nn.Module, name: str, registered: object) -> None:
-        for one in self._structures:
-            one.may_differ |= id(owner) in one.parts
-
-
-class _Structure:
-    """The names, parameters and buffers of a module."""
-
-    def __init__(self, wrapped: ElasticDDP) -> None:
-        self.wrapped = wrapped
-        self.parts = frozenset(map(id, wrapped.module.modules()))
-        self.may_differ = True
-        self._expected = dict(_entries_module_structures(wrapped.module))
-        # Those of the world's beginning: the script may have changed the module since.
-        known = set(map(id, wrapped.all_parameters))
-        for name, parameter in wrapped.module.named_parameters():
-            if id(parameter) not in known:
-                del self._expected[name]
-
-    def check(self) -> None:
-        if not self.may_differ:
-            return
-        entries = dict(_entries_module_structures(self.wrapped.module))
-        if entries != self._expected:
-            raise _refusal_module_structures(self._expected, entries)
-        self.may_differ = False
-
-
-def _entries_module_structures(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """The names of the module's state, with the parameters, or None for a buffer."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    yield from ((name, id(parameter)) for name, parameter in parameters.items())
-    # Without buffers that are not part of the state, such as a cache.
-    yield from ((n, None) for n in module.state_dict(keep_vars=True) if n not in parameters)
-
-
-def _refusal_module_structures(
-    expected: dict[str, object], entries: dict[str, object]
-) -> TrainingError:
-    names = [n for n in entries if n not in expected] + [n for n in expected if n not in entries]
-    if not names:
-        name = next(n for n in entries if entries[n] != expected[n])
-        owner, _, own = name.rpartition(".")
-        return TrainingError(
-            f"the wrapped model's parameter {name!r} was replaced by another one: its gradients "
-            "would not be averaged over the ranks, and neither would a recovery restore it",
-            hint=f"change it in place: with torch.no_grad(): {owner or 'self'}.{own}.copy_(value); "
-            f"what has no gradient is a buffer: self.register_buffer({own!r}, value)",
-        )
-    name = names[0]
-    what = "got the new entry" if name in entries else "lost the entry"
-    return TrainingError(
-        f"the wrapped model {what} {name!r} after training began: new parameters would not be "
-        "averaged over the ranks, and a joining node would create the model without the change and "
-        "could not receive its state",
-        hint=_HINT,
-    )
-
-
-_HINT = (
-    "create all layers, masks and buffers before model = run.wrap(model): for layers that are used "
-    "later, layer.requires_grad_(False) until then; for pruning, prune.identity(layer, 'weight'), "
-    "and then layer.weight_mask.copy_(mask) in training"
-)
 
 
 # ----------------------------------------------------------------------------
@@ -817,7 +690,7 @@ def refuse_range(
     for frame in frames_of_script(sys._getframe(1)):
         if frame is None:  # the call of run.retry
             break
-        if LIBRARIES in frame.f_code.co_filename:
+        if is_installed(frame.f_code):
             continue
         tree, line = tree_of(frame), frame.f_lineno
         attempt = max((n.lineno for n in attempts_around(tree, line)), default=0)
@@ -863,7 +736,7 @@ def refuse_uncounted_passes(*, is_in_retry: bool) -> None:
     for frame in frames_of_script(sys._getframe(1)):
         if frame is None:  # the call of run.retry
             break
-        if LIBRARIES in frame.f_code.co_filename:
+        if is_installed(frame.f_code):
             if is_innermost:
                 return
             continue
@@ -898,7 +771,7 @@ def refuse_counts_before_restore() -> None:
     for frame in frames_of_script(sys._getframe(1)):
         if frame is None:  # the call of run.retry, which restores the state when it is read
             return
-        if LIBRARIES in frame.f_code.co_filename:
+        if is_installed(frame.f_code):
             continue
         tree, line = tree_of(frame), frame.f_lineno
         for loop in loops_with(tree, line):
@@ -995,7 +868,7 @@ def refuse_break_after_commit() -> bool:
     """
     is_script = False
     for frame in frames_of_script(sys._getframe(1)):
-        if frame is None or LIBRARIES in frame.f_code.co_filename:
+        if frame is None or is_installed(frame.f_code):
             break
         is_script = True
         if (loop := _loop_around(tree_of(frame), frame.f_lineno)) is not None:
@@ -1009,7 +882,7 @@ def follows_its_loop() -> bool:
     """Whether the current call of run.commit follows a loop that calls ``next()``, in its function.
     (A loop over micro-batches is followed by the update, too.)"""
     frame = next(frames_of_script(sys._getframe(1)), None)
-    if frame is None or LIBRARIES in frame.f_code.co_filename:
+    if frame is None or is_installed(frame.f_code):
         return False
     return _follows_a_loop(tree_of(frame), frame.f_lineno)
 
@@ -1018,7 +891,7 @@ def is_where_batches_are_requested() -> bool:
     """Whether the script's current statement is in the body of a loop that calls ``next()``, in
     that body itself."""
     frame = next(frames_of_script(sys._getframe(1)), None)
-    if frame is None or LIBRARIES in frame.f_code.co_filename:
+    if frame is None or is_installed(frame.f_code):
         return False
     loop = _loop_around(tree_of(frame), frame.f_lineno)
     return loop is not None and any(_is_call_of(node, "next") for node in _within(loop.body))
@@ -1082,7 +955,7 @@ def refuse_count_from_index() -> None:
     from the index: ``range(loader.index, loader.index + 3)`` has as many of them again where it
     resumes. Not if it computes them from run.state, too."""
     frame = next(frames_of_script(sys._getframe(1)), None)
-    if frame is None or LIBRARIES in frame.f_code.co_filename:
+    if frame is None or is_installed(frame.f_code):
         return
     tree = tree_of(frame)
     loop = _loop_around(tree, frame.f_lineno)

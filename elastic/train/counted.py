@@ -20,7 +20,8 @@ from types import FrameType
 
 from elastic.errors import TrainingError
 from elastic.train.carried import assignments
-from elastic.train.checks import LIBRARIES, frames_of_script
+from elastic.train.checks import frames_of_script
+from elastic.train.origin import is_installed
 from elastic.train.syntax import walk
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -48,7 +49,7 @@ def refuse_counted_requests(
     for each in frames_of_script(frame):
         if each is None:
             return
-        if LIBRARIES in each.f_code.co_filename:
+        if is_installed(each.f_code):
             return  # it counts in its own way
         tree = _tree_around(each)
         if not name:

@@ -18,9 +18,6 @@ import functools
 import gc
 import inspect
 import itertools
-import os
-import sys
-import sysconfig
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,11 +39,8 @@ from torch.utils.data import DataLoader
 
 from elastic.train.attributes import has_state, objects_of_data
 from elastic.train.checks import (
-    LIBRARIES,
-    OWN,
     Loop,
     attempts_around,
-    is_own,
     local_variables,
     loops_around,
     parsed,
@@ -56,12 +50,12 @@ from elastic.train.checks import (
 from elastic.train.ddp import ElasticDDP
 from elastic.train.generators import GENERATORS
 from elastic.train.loader import ElasticLoader
+from elastic.train.origin import is_defined_by_script, is_of_script
 from elastic.train.syntax import Transformer, children, copied, walk
 
 _DEPTH = 6  # calls inside each other
 _STATEMENTS = 4_000  # of all functions
 _MARK = "§"  # between a name and a number, where several variables have one name
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _UNKNOWN = object()
 # Instances of their classes hold no state of the script.
 _STATELESS = frozenset({"torch", "torchvision", "numpy", "elastic", "checkpoints", "logging"})
@@ -142,11 +136,6 @@ def is_stateless(module: str) -> bool:
     # Integrations track objects that save the state of a trainer's own, such as its callbacks.
     package, _, name = module.partition(".")
     return package in _STATELESS and not name.startswith("integrations.")
-
-
-def _is_of_script(code: CodeType) -> bool:
-    file = code.co_filename
-    return not (is_own(code) or LIBRARIES in file or file.startswith(_STANDARD_LIBRARY))
 
 
 # ----------------------------------------------------------------------------
@@ -276,13 +265,13 @@ def _files_of(owner: type) -> set[str]:
     """The files of the script that have the methods of a class."""
     values = (value for each in type.mro(owner) for value in vars(each).values())
     codes = (value.__code__ for value in values if isinstance(value, FunctionType))
-    return {code.co_filename for code in codes if _is_of_script(code)}
+    return {code.co_filename for code in codes if is_of_script(code)}
 
 
 def _has_source(value: object) -> bool:
     """Whether it is a function of the script, or has methods that are."""
     code = getattr(value, "__code__", None)
-    return _is_of_script(code) if isinstance(code, CodeType) else bool(_files_of(type(value)))
+    return is_of_script(code) if isinstance(code, CodeType) else bool(_files_of(type(value)))
 
 
 def _entry(container: Any, key: object) -> object:
@@ -521,7 +510,7 @@ class _Inliner:
         """The variables of others that functions of the script read."""
         used = set[_Key]()
         for function in functions:
-            if isinstance(function, FunctionType) and _is_of_script(code := function.__code__):
+            if isinstance(function, FunctionType) and is_of_script(code := function.__code__):
                 used |= {("global", id(function.__globals__), name) for name in code.co_names}
                 for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
                     used.add(("cell", id(cell), name))
@@ -652,14 +641,14 @@ class _Inliner:
         everywhere = [*own, *(_rebound(each.code.co_filename) for each in call.around)]
         name = expression.attr
         # Others may be changed by a library: module.training, scheduler.last_epoch.
-        is_of_script = (
+        is_the_scripts = (
             isinstance(owner, (argparse.Namespace, SimpleNamespace))
             or name in getattr(owner, "__dataclass_fields__", ())
             or any(name in file.created for file in own)
             or (isinstance(owner, type) and files)
         )
         is_changed = any(name in file.attributes for file in everywhere)
-        return self.value(expression, call) if is_of_script and not is_changed else _UNKNOWN
+        return self.value(expression, call) if is_the_scripts and not is_changed else _UNKNOWN
 
     # -- variables ----------------------------------------------------------------------------
 
@@ -708,7 +697,7 @@ class _Inliner:
         if id(owner) in self._saved:
             return False
         if isinstance(owner, (type, ModuleType, FunctionType)):
-            return _is_written_in_script(owner)
+            return is_defined_by_script(owner)
         return hasattr(owner, "__dict__") and not is_stateless(type(owner).__module__)
 
     def attribute_of(self, node: ast.Call, call: _Call) -> ast.expr:
@@ -767,7 +756,7 @@ class _Inliner:
                 continue
             if place is not method:
                 function, _, _ = self._method(node.func, call)
-                if function is not None and _is_of_script(function.__code__):
+                if function is not None and is_of_script(function.__code__):
                     continue  # what it draws is seen in its source
             text = ast.unparse(node)
             name = self.name((id(self.value(generator, call)), ""), ast.unparse(generator))
@@ -864,7 +853,7 @@ class _Inliner:
             return None
         code, calls = found.__code__, [*call.around]
         is_endless = len(calls) > _DEPTH or any(each.code is code for each in calls)
-        if is_endless or code.co_flags & _PAUSES or not _is_of_script(code):
+        if is_endless or code.co_flags & _PAUSES or not is_of_script(code):
             return None
         function = _function_in(parsed(code, code.co_filename), code)
         if function is None:
@@ -1150,15 +1139,6 @@ def _display(container: object) -> ast.List:
     return ast.List([ast.Constant(0)] if is_plain and container else [], ast.Load())
 
 
-def _is_written_in_script(owner: FunctionType | type | ModuleType) -> bool:
-    """Whether the script may keep values in attributes of a function, class or module."""
-    if isinstance(owner, FunctionType):
-        return _is_of_script(owner.__code__)
-    module = owner if isinstance(owner, ModuleType) else sys.modules.get(owner.__module__)
-    file = getattr(module, "__file__", None) or LIBRARIES
-    return not (LIBRARIES in file or file.startswith((_STANDARD_LIBRARY, *OWN)))
-
-
 # ----------------------------------------------------------------------------
 # Iterators that lose their position.
 
@@ -1171,7 +1151,7 @@ def is_own_iterator(value: object) -> bool:
     if isinstance(value, GeneratorType):
         if not _has_position(value):
             return False
-    elif _is_of_script(getattr(type(value).__next__, "__code__", _WITHOUT_SOURCE)):
+    elif is_of_script(getattr(type(value).__next__, "__code__", _WITHOUT_SOURCE)):
         return False  # what it changes is seen in its source
     return not _reads_a_loader(value)
 
@@ -1192,7 +1172,7 @@ def _reads_a_loader(value: object) -> bool:
     return False
 
 
-_WITHOUT_SOURCE = is_own.__code__
+_WITHOUT_SOURCE = is_of_script.__code__
 
 
 def _used_by(generator: GeneratorType[Any, Any, Any]) -> Iterator[object]:
@@ -1205,7 +1185,7 @@ def _has_position(generator: GeneratorType[Any, Any, Any]) -> bool:
     """Whether what a generator yields next depends on how often it has been called."""
     code = generator.gi_code
     function = _function_in(parsed(code, code.co_filename), code)
-    if function is None or not _is_of_script(code):
+    if function is None or not is_of_script(code):
         return False
     for node in walk(function):
         if isinstance(node, ast.AugAssign):

@@ -18,6 +18,7 @@ from elastic.train.optimizers import OptimizerWatch
 from elastic.train.rollback import Rollback, StepCopies
 from elastic.train.state import JobState
 from elastic.train.step import Progress
+from elastic.train.surroundings import Surroundings
 from elastic.tuning.intervals import LINK_HEARTBEAT_S
 
 # ----------------------------------------------------------------------------
@@ -256,6 +257,7 @@ class RankProgress:
         self.is_before_place = False  # the function runs towards the boundary's place
         self.has_passed_place = False  # it has been there, and continues from there
         self._is_before_loops = False  # the function has begun no pass since the world began
+        self.surroundings = Surroundings(job)
         self._is_step_missing = False  # some rank had begun the step after the boundary
         # Names in run.state with values from before the units of this boundary.
         self._shown: set[str] = set()
@@ -332,7 +334,7 @@ class RankProgress:
             return False
         self.is_before_place = self._is_step_missing = False
         self.has_passed_place = True
-        self._accept_attributes()
+        self._reach_loop()
         given = rates_of(self._optimizer_watch.tracked)
         self._restore_boundary()
         restored = rates_of(self._optimizer_watch.tracked)
@@ -368,7 +370,7 @@ class RankProgress:
         if is_known:
             self._restore_boundary()
         elif not self.reach(place):
-            self._accept_attributes()
+            self._reach_loop()
             self.script_has_run()
             if self._rollback is not None:
                 self._rollback.script_has_run()
@@ -376,8 +378,9 @@ class RankProgress:
             progress.units_before = progress.units
         progress.place = place
 
-    def _accept_attributes(self) -> None:
+    def _reach_loop(self) -> None:
         """What the script sets before its first loop, it sets in each call of the function."""
+        self.surroundings.reach_loop()
         if self._is_before_loops:
             self._is_before_loops = False
             for attributes in self._job.attributes().values():

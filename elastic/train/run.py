@@ -46,7 +46,6 @@ from elastic.train import rebuilding
 from elastic.train.changes import ChangeDetector
 from elastic.train.checkpointing import CheckpointManager, leaving_s
 from elastic.train.checks import (
-    ModuleStructures,
     refuse_child_process,
     refuse_counts_before_restore,
     refuse_range,
@@ -82,6 +81,7 @@ from elastic.train.session import Scope, Session, StepCallbacks
 from elastic.train.sharded import StageReduction, reduce_stages
 from elastic.train.state import JobState
 from elastic.train.step import OwnBatch, Step, counts_values
+from elastic.train.structure import ModuleStructures
 from elastic.train.sums import Sums
 from elastic.train.transfer import gather
 from elastic.train.units import At, Units
@@ -112,8 +112,12 @@ class Attempts:
         loop: StepLoop,
         units: Units,
         failure: FailureHook,
+        changes: ChangeDetector,
+        structures: ModuleStructures,
     ) -> None:
         self.failure = failure
+        self._changes = changes
+        self._structures = structures
         self.units = units
         self._session = session
         self._registry = session.registry
@@ -187,6 +191,8 @@ class Attempts:
         self.units.begin_attempt()
         self._scope.passes, self._loop.committed_early = 0, None
         self._scope.begun.clear()
+        self._progress.surroundings.begin_call(self._changes.roots(), is_again=is_again)
+        self._structures.begin_call(is_again=is_again)
         if not is_again:
             self._random.take()
             self._warn_of_collectives_outside()
@@ -606,6 +612,7 @@ def assemble(
     session.strategy = Restart(session)
     early_leave = EarlyLeave(session)
     changes = ChangeDetector(job, lambda: checkpoints.is_on)
+    structures = ModuleStructures(job, changes.is_new_loop)
     failure = FailureHook(journal, session.position)
     in_process = None
     if worlds is not None:
@@ -631,7 +638,7 @@ def assemble(
             early_leave,
             changes,
             units,
-            ModuleStructures(job.modules.values),
+            structures,
             listeners,
         )
     )
@@ -640,7 +647,7 @@ def assemble(
         bootstrap=bootstrap,
         loop=loop,
         changes=changes,
-        attempts=Attempts(session, bootstrap, loop, units, failure),
+        attempts=Attempts(session, bootstrap, loop, units, failure, changes, structures),
         metrics=metrics,
         profiler=profiler,
         failure=failure,

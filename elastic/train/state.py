@@ -255,7 +255,7 @@ class JobState:
         return {
             **plain,
             "types": types,
-            "transient": {n: transient_buffers(m) for n, m in self._named_modules().items()},
+            "transient": {n: transient_buffers(m) for n, m in self.named_modules().items()},
             "progress": vars(self.progress),
             "seed": self.seed,
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
@@ -422,7 +422,7 @@ class JobState:
                 set_frozen(self.built.modules[name].parameters(), indices)
         for name, attributes in self.attributes().items() if "attributes" in tree else ():
             attributes.restore(tree["attributes"].get(name, {}))
-        modules = self._named_modules()
+        modules = self.named_modules()
         for name, saved_buffers in tree.get("transient", {}).items():  # not in older checkpoints
             if name in modules:
                 _load_transient(modules[name], saved_buffers)
@@ -442,7 +442,7 @@ class JobState:
         for name in self.loaders.keys() & tree["loaders"].keys():
             self.loaders[name].load_state_dict(tree["loaders"][name])
 
-    def _named_modules(self) -> dict[str, nn.Module]:
+    def named_modules(self) -> dict[str, nn.Module]:
         """All modules of the job, wrapped, built or tracked, by distinct names."""
         tracked = {
             f"tracked.{n}": t for n, t in self.all_tracked.items() if isinstance(t, nn.Module)
@@ -452,7 +452,7 @@ class JobState:
     def attributes(self) -> dict[str, PlainAttributes]:
         """The plain attributes of all modules and of the loaders' data."""
         known, self._attributes = self._attributes, {}
-        for name, module in self._named_modules().items():
+        for name, module in self.named_modules().items():
             one = known.get(name)
             if one is None or one.owner is not module:
                 wrapper = self.modules.get(name.removeprefix("model."))

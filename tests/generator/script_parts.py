@@ -2451,6 +2451,30 @@ CHANGES = (
     ),
     Part(
         kind="change",
+        name="hooks registered in the training function",
+        train_start="""
+        for module in network.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda module, args, output: 0.9 * output)
+        """,
+    ),
+    Part(
+        kind="change",
+        name="settings changed in the training function",
+        imports="from types import SimpleNamespace",
+        build="settings = SimpleNamespace(shrinkage=0.04, factors=[])",
+        train_start="""
+        settings.shrinkage /= 2
+        settings.factors.append(1 - settings.shrinkage)
+        """,
+        after_update="""
+        for parameter in model.parameters():
+            parameter.data.mul_(sum(settings.factors))
+        """,
+        result='"shrinkage": settings.shrinkage',
+    ),
+    Part(
+        kind="change",
         name="from one vector",
         imports="from torch.nn.utils import parameters_to_vector, vector_to_parameters",
         after_update="""
