@@ -177,6 +177,11 @@ def _gets_only(body: Iterable[ast.stmt], name: str, same: Collection[str]) -> bo
     return True
 
 
+def _steps_with(use: ast.expr, name: str) -> bool:
+    """Whether it is the call of ``step()`` of a variable: of one of several optimizers."""
+    return isinstance(use, ast.Call) and _name_of(use.func) == "step" and _root(use.func) == name
+
+
 def _is_ignored(name: str, ignored: Collection[str]) -> bool:
     return any(name == one or name.startswith(f"{one}.") for one in ignored)
 
@@ -240,11 +245,13 @@ def _refusal(
     elif isinstance(function.values.get(carried.name), nn.Module):
         keeps = f"run.track({key}={name}) before training"
         changed = f"what {name} holds"
-    elif callable(function.values.get(carried.name)):
+    elif (steps := _steps_with(use, carried.name)) or callable(function.values.get(carried.name)):
         keeps = (
             f"choose it in each epoch, from the number of the epoch: {name} = … if epoch >= 1 else "
             "…, or from an entry of run.state"
         )
+        if steps:
+            keeps += "; create both before training, and run.track(…) them"
         changed = name
     else:
         start = "where each epoch begins" if carried.is_reset else "before the loop"
@@ -1183,6 +1190,8 @@ class _Flow:
                 self._train(call, self._of(call, now))
             elif name in self._trains or name == "step" or _sets(call) or _changes_job(call):
                 self._train(call, self._of_arguments(call, now))
+                if name == "step":  # by which of two optimizers
+                    self._train(call, now.get(_root(call.func), _NONE))
             elif _changes_state(call):
                 origins = self._of_arguments(call, now)
                 counts = self._counts if _is_replacement(call) else _NONE

@@ -260,6 +260,31 @@ def test_a_worker_at_a_debugger_prompt_is_not_killed(job: TrainingJob) -> None:
     assert "is being debugged" in victim.log_text()
 
 
+@pytest.mark.slow
+def test_the_others_train_on_while_sigkill_does_not_end_a_worker(job: TrainingJob) -> None:
+    """Before the long operations, after which each phase may take as long again."""
+    nodes = job.bring_to(3)
+    job.wait_progress(30)
+    victim, generation = nodes[1], job.generation()
+    pid = victim.workers()[0].pid
+    order(job, "sleep", victim.name)
+    wait_taken(job, "sleep")
+    with blocked_in_the_kernel(pid):
+        job.wait_training(nodes=2, after_generation=generation)
+        assert job.training_nodes()[1] == {n.name for n in nodes if n is not victim}
+        world = job.world()
+        assert world is not None and f"{victim.name} failed: hang: rank " in world.reason
+        job.wait_for(
+            lambda: f"SIGKILL has had no effect on pid {pid}" in victim.log_text() or None,
+            PATIENCE_S,
+            "the reason in the node's log",
+        )
+        assert victim.running and Path(f"/proc/{pid}").exists()
+        job.wait_progress(10)
+    job.wait_training(nodes=3, after_generation=job.generation())
+    assert victim.running, "it restarts its workers once that one has ended"
+
+
 @pytest.fixture
 def load() -> Iterator[None]:
     """A machine at 100 %."""
@@ -373,30 +398,6 @@ def blocked_in_the_kernel(pid: int) -> Iterator[None]:
         (group / "freezer.state").write_text("THAWED")
         eventually(lambda: not (group / "cgroup.procs").read_text(), "the end of the process")
         group.rmdir()
-
-
-@pytest.mark.slow
-def test_the_others_train_on_while_sigkill_does_not_end_a_worker(job: TrainingJob) -> None:
-    nodes = job.bring_to(3)
-    job.wait_progress(30)
-    victim, generation = nodes[1], job.generation()
-    pid = victim.workers()[0].pid
-    order(job, "sleep", victim.name)
-    wait_taken(job, "sleep")
-    with blocked_in_the_kernel(pid):
-        job.wait_training(nodes=2, after_generation=generation)
-        assert job.training_nodes()[1] == {n.name for n in nodes if n is not victim}
-        world = job.world()
-        assert world is not None and f"{victim.name} failed: hang: rank " in world.reason
-        job.wait_for(
-            lambda: f"SIGKILL has had no effect on pid {pid}" in victim.log_text() or None,
-            PATIENCE_S,
-            "the reason in the node's log",
-        )
-        assert victim.running and Path(f"/proc/{pid}").exists()
-        job.wait_progress(10)
-    job.wait_training(nodes=3, after_generation=job.generation())
-    assert victim.running, "it restarts its workers once that one has ended"
 
 
 @pytest.mark.slow

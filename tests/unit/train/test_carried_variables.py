@@ -46,6 +46,15 @@ CARRIED = {
                 loss(model(x), y).backward()
                 previous = x
     """,
+    "an optimizer that an epoch replaces": """
+        current = optimizer
+        for epoch in run.epochs(3):
+            if epoch == 1:
+                current = sgd
+            for x, y in loader:
+                loss(model(x), y).backward()
+                current.step()
+    """,
     "a queue in a tensor": """
         queue = torch.zeros(64, 8)
         for x, y in loader:
@@ -336,6 +345,15 @@ NOT_CARRIED["a sum that is never read"] = """
             value = loss(model(x), y)
             value.backward()
             total += value.item()
+    """
+NOT_CARRIED["an optimizer that each epoch chooses"] = """
+        for epoch in run.epochs(3):
+            current = optimizer if epoch < 1 else sgd
+            with profile() as prof:
+                for x, y in loader:
+                    loss(model(x), y).backward()
+                    current.step()
+                    prof.step()
     """
 NOT_CARRIED["a clock"] = """
         before = time.time()
