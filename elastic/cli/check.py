@@ -130,7 +130,10 @@ class Check:
                 f"two undisturbed runs; {_begins(noise)}",
                 self._undisturbed_s,
                 first_step=noise[0].step,
-                advice=("seed what the script draws, and compute nothing from the time",),
+                advice=(
+                    "seed what the script draws, and compute nothing from the time, or from files "
+                    "that an earlier run has left",
+                ),
             )
             return self.report
         unchanging = self._compare_alone(record, alone, rounding)

@@ -90,7 +90,8 @@ def _kept(one: object) -> _Kept | None:
     if isinstance(one, torch.Tensor):
         is_plain = type(one) in (torch.Tensor, nn.Parameter) and one.layout is torch.strided
         is_small = is_plain and one.numel() <= _ELEMENTS and not one.is_inference()
-        return _KeptTensor(one) if is_small else None
+        has_values = is_small and one.untyped_storage().nbytes() > 0  # not those of a freed shard
+        return _KeptTensor(one) if has_values else None
     if isinstance(one, GENERATORS):
         return _KeptGenerator(GeneratorState(one))
     if isinstance(one, dict):
@@ -205,7 +206,8 @@ class _KeptTensor:
         return self._noted != self._version
 
     def restore(self) -> None:
-        if (now := self._current()) != self._version and self._noted in (-1, now):
+        is_changed = (now := self._current()) != self._version and self._noted in (-1, now)
+        if is_changed and self._tensor.shape == self._before.shape:
             with torch.no_grad():
                 self._tensor.copy_(self._before)
 
