@@ -221,9 +221,10 @@ class Commits:
         if not self._has_warned_of_accumulation and not self._job.has_scaler:
             self._has_warned_of_accumulation = True
             get_logger().warning(
-                "run.commit() was called while %s has unapplied gradients, which a change of the "
-                "world would discard. Call run.begin() before the first micro-batch of an "
-                "optimizer step, and run.commit() after optimizer.step().",
+                "a step has ended while %s has unapplied gradients, which a change of the world "
+                "would discard. Let it end after optimizer.step(): with run.begin() before the "
+                "first micro-batch and run.commit() after the update, or by the framework's own "
+                "accumulation.",
                 ", ".join(waiting),
             )
 

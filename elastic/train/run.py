@@ -364,6 +364,8 @@ class Attempt:
                 raise _at_the_end(self._scope.resumed_at) from error
             return False
         self._scope.in_retry = True
+        if not has_returned:
+            self._session.progress.surroundings.end_call()
         strategy.recover(error)
         session = self._session
         if has_returned and session.lifecycle.is_restored and session.progress.is_over:

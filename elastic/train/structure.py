@@ -116,7 +116,7 @@ class _Structure:
     def check(self, *, is_first: bool) -> None:
         """``is_first``: of a world. The function may have created layers without parameters
         again."""
-        if not (self.may_differ or is_first):
+        if not self.may_differ:
             return
         entries = dict(_entries(self.wrapped.module))
         if entries != self._expected:
@@ -208,7 +208,8 @@ class _RegisteredHooks:
 
     def check(self, *, is_first: bool) -> None:
         self._steps += 1
-        if not is_first and (RemovableHandle.next_id == self._checked or self._steps < self._due):
+        is_due = is_first or self._steps >= self._due
+        if not is_due or RemovableHandle.next_id == self._checked:
             return
         found = self._found()
         if is_first:

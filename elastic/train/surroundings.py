@@ -2,10 +2,14 @@
 
 ``run.retry`` calls its function again after a death. A process that joins begins with the values
 that the script has given before; a survivor would begin with those of the call before, and multiply
-its rate twice. So numbers, lists and small tensors that a call has changed before its first loop
-get the values back that they had before it, unless the loop has changed them since: what it
+its rate twice. So numbers, lists, small arrays and tensors that a call has changed before its first
+loop get the values back that they had before it, unless the loop has changed them since: what it
 collects there, to report it, is kept. Generators of random numbers draw the same ones again before
 the loop, where those of the job's state return to its boundary.
+
+Flags and objects are left alone: a function may guard what it does once, ``if not self.is_ready``,
+such as to change a model. So a number that a later call leaves as it was before has at its loop the
+value that it had at the first call's.
 """
 
 from __future__ import annotations
@@ -14,22 +18,23 @@ import argparse
 import functools
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
-from elastic import torch_private
 from elastic.telemetry.log import get_logger
 from elastic.train.generators import GENERATORS, GeneratorState
 from elastic.train.origin import is_defined_by_script
 from elastic.train.state import JobState
 
-_NUMBERS = (int, float)  # a bool is a flag, which may say that something exists
-_OBJECTS, _ENTRIES, _ELEMENTS = 5_000, 1_000, 4_096  # searched; of a list; of a tensor
-_LEAVES = (*_NUMBERS, bool, str, bytes, type(None), torch.optim.Optimizer)
+_NUMBERS = (int, float)  # no flags
+_OBJECTS, _ENTRIES, _ELEMENTS = 5_000, 1_000, 1_024  # searched; of a list; of a tensor
+_LEAVES = (*_NUMBERS, str, bytes, type(None), torch.optim.Optimizer)
 
 
 class Surroundings:
@@ -38,23 +43,52 @@ class Surroundings:
     def __init__(self, job: JobState) -> None:
         self._job = job
         self._kept: list[_Kept] = []
+        self._restored: list[_Kept] = []  # by the end of the call before
+        self._drawn: list[_KeptGenerator] = []  # from which it has drawn
         self._is_before_loops = False
 
     def begin_call(self, roots: Iterable[object], *, is_again: bool) -> None:
         """The function is about to be called. It can reach ``roots``."""
-        for kept in self._kept if is_again else ():
-            kept.restore()
-        self._kept, self._is_before_loops = [], True
+        if is_again:
+            self.end_call()
+            for generator in self._drawn:
+                generator.draw_again()
+        else:
+            self._restored = []
+        self._kept, self._drawn, self._is_before_loops = [], [], True
         try:
             self._kept.extend(self._reachable(roots))
         except Exception:  # noqa: BLE001  any object of the script may raise when it is read
             get_logger().info("what the function changes is not searched for", exc_info=True)
 
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """What is changed inside, a call after this one will not change again: finished work."""
+        kept = self._kept if self._is_before_loops else []
+        for each in kept:
+            each.mark()
+        yield
+        for each in kept:
+            each.keep()
+
     def reach_loop(self) -> None:
         """The function has reached a loop. From its first one on, loops change what changes."""
-        if self._is_before_loops:
-            self._is_before_loops = False
-            self._kept = [kept for kept in self._kept if kept.note()]
+        if not self._is_before_loops:
+            return
+        self._is_before_loops = False
+        for each in self._restored:
+            each.complete()
+        self._restored = []
+        self._kept = [kept for kept in self._kept if kept.note()]
+
+    def end_call(self) -> None:
+        """The function will be called again. Callbacks may set values of the new world first."""
+        for kept in self._kept:
+            kept.restore()
+        self._drawn += [each for each in self._kept if isinstance(each, _KeptGenerator)]
+        if self._kept and not self._is_before_loops:
+            self._restored = self._kept
+        self._kept = []
 
     def _reachable(self, roots: Iterable[object]) -> Iterator[_Kept]:
         job = self._job
@@ -69,13 +103,18 @@ class Surroundings:
                 continue
             seen.add(id(one))
             number += 1
-            if kept := _kept(one):
-                yield kept
+            yield from _kept(one)
             left.extend(_inside(one))
 
 
 class _Kept(Protocol):
     """The values of one object before a call."""
+
+    def mark(self) -> None:
+        """Remember the values of now."""
+
+    def keep(self) -> None:
+        """Those that have changed since are as before the call."""
 
     def note(self) -> bool:
         """Note the values at the loop. Returns whether some are others than before the call."""
@@ -83,20 +122,37 @@ class _Kept(Protocol):
     def restore(self) -> None:
         """Those that are as at the loop, or if it was not reached, as before the call."""
 
+    def complete(self) -> None:
+        """Those that are as restored, as they were at the loop."""
 
-def _kept(one: object) -> _Kept | None:
-    if isinstance(one, (list, deque)):
-        return _KeptList(one) if len(one) <= _ENTRIES else None
-    if isinstance(one, torch.Tensor):
+
+def _kept(one: Any) -> Iterator[_Kept]:
+    if type(one) in (list, deque):
+        if len(one) <= _ENTRIES:
+            yield _KeptContents(lambda: list(one), functools.partial(_fill, one), _are_same)
+    elif isinstance(one, torch.Tensor):
         is_plain = type(one) in (torch.Tensor, nn.Parameter) and one.layout is torch.strided
-        is_small = is_plain and one.numel() <= _ELEMENTS and not one.is_inference()
-        has_values = is_small and one.untyped_storage().nbytes() > 0  # not those of a freed shard
-        return _KeptTensor(one) if has_values else None
-    if isinstance(one, GENERATORS):
-        return _KeptGenerator(GeneratorState(one))
-    if isinstance(one, dict):
-        return _KeptNumbers(one, one) if len(one) <= _ENTRIES else None
-    return _KeptNumbers(one, vars(one)) if _has_attributes(one) else None
+        is_small = is_plain and one.device.type == "cpu" and one.numel() <= _ELEMENTS
+        if is_small and not one.is_inference() and one.untyped_storage().nbytes() > 0:
+            yield _KeptContents(one.detach().clone, functools.partial(_copy, one), torch.equal)
+    elif isinstance(one, np.ndarray):
+        if one.size <= _ELEMENTS and not one.dtype.hasobject:
+            yield _KeptContents(one.copy, functools.partial(np.copyto, one), np.array_equal)
+    elif isinstance(one, GENERATORS):
+        state = GeneratorState(one)
+        yield _KeptGenerator(state.state_dict, state.load_state_dict, _are_same_states)
+    elif isinstance(one, dict):
+        if len(one) <= _ENTRIES:
+            yield _KeptNumbers(one, functools.partial(_write_entry, one))
+    elif _has_attributes(one):
+        is_class = isinstance(one, type)
+        write = functools.partial(
+            _write_attribute if is_class else _write_entry, one if is_class else vars(one)
+        )
+        yield _KeptNumbers(vars(one), write)
+        if isinstance(one, FunctionType) and one.__closure__:
+            cells = _Cells(one)
+            yield _KeptNumbers(cells, cells.write)
 
 
 def _has_attributes(one: Any) -> bool:
@@ -128,100 +184,167 @@ def _inside(one: Any) -> Iterable[object]:
         return ()
     values = list(vars(one).values())
     if isinstance(one, FunctionType):
-        cells = [_content(cell) for cell in one.__closure__ or ()]
+        cells = [value for _, value in _Cells(one).items()] if one.__closure__ else []
         return (*values, *cells, one.__globals__)
     return values
 
 
-def _content(cell: Any) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None  # not assigned yet
+class _Cells:
+    """The variables of functions around a function."""
+
+    def __init__(self, function: FunctionType) -> None:
+        names, cells = function.__code__.co_freevars, function.__closure__ or ()
+        self._cells = dict(zip(names, cells, strict=True))
+
+    def items(self) -> list[tuple[str, object]]:
+        both = [(name, self.get(name, _ABSENT)) for name in self._cells]
+        return [(name, value) for name, value in both if value is not _ABSENT]
+
+    def get(self, name: str, default: object = None) -> object:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:
+            return default  # not assigned yet
+
+    def write(self, name: str, value: object) -> None:
+        if value is _ABSENT:
+            del self._cells[name].cell_contents
+        else:
+            self._cells[name].cell_contents = value
+
+
+def _write_entry(values: dict[Any, Any], name: Any, value: object) -> None:
+    if value is _ABSENT:
+        values.pop(name, None)
+    else:
+        values[name] = value
+
+
+def _write_attribute(owner: type, name: str, value: object) -> None:
+    if value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+_ABSENT, _OTHER = object(), object()
 
 
 class _KeptNumbers:
-    """Of a dict, an object's attributes, or a module's variables."""
+    """In a dict, an object's attributes or variables, and which of them exist."""
 
-    def __init__(self, owner: object, values: Any) -> None:
-        self._owner, self._values = owner, values
-        self._before = self._numbers()
+    def __init__(self, values: Any, write: Callable[[Any, Any], object]) -> None:
+        self._values, self._write = values, write
+        self._before = self._marked = self._numbers()
         self._noted: dict[Any, Any] | None = None
 
     def _numbers(self) -> dict[Any, Any]:
-        return {n: v for n, v in list(self._values.items()) if type(v) in _NUMBERS}
+        return {n: _number(value) for n, value in list(self._values.items())}
+
+    def mark(self) -> None:
+        self._marked = self._numbers()
+
+    def keep(self) -> None:
+        self._before = {**self._before, **_changed(self._marked, self._numbers())}
 
     def note(self) -> bool:
-        now = self._numbers()
-        common = self._before.keys() & now.keys()
-        self._noted = {name: now[name] for name in common if now[name] != self._before[name]}
+        self._noted = _changed(self._before, self._numbers())
         return bool(self._noted)
 
     def restore(self) -> None:
         if self._noted is None:
             self.note()
         for name, noted in (self._noted or {}).items():
-            if type(now := self._values.get(name)) in _NUMBERS and now == noted:
-                self._set(name, self._before[name])
+            if _are_equal(self._now(name), noted):
+                self._write(name, self._before.get(name, _ABSENT))
 
-    def _set(self, name: Any, value: Any) -> None:
-        if isinstance(self._owner, type):
-            setattr(self._owner, name, value)
-        else:
-            self._values[name] = value
+    def complete(self) -> None:
+        for name, noted in (self._noted or {}).items():
+            if _are_equal(self._now(name), self._before.get(name, _ABSENT)):
+                self._write(name, noted)
+
+    def _now(self, name: Any) -> object:
+        return _number(self._values.get(name, _ABSENT))
 
 
-class _KeptList:
-    def __init__(self, values: list[Any] | deque[Any]) -> None:
-        self._values = values
-        self._before = list(values)
-        self._noted: list[Any] | None = None
+def _number(value: object) -> object:
+    return value if value is _ABSENT or type(value) in _NUMBERS else _OTHER
+
+
+def _are_equal(one: object, other: object) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> dict[Any, Any]:
+    """Numbers that have changed, with those of now; _ABSENT if there is none any more."""
+    pairs = {n: (before.get(n, _ABSENT), now.get(n, _ABSENT)) for n in (*before, *now)}
+    return {
+        name: value
+        for name, (earlier, value) in pairs.items()
+        if _OTHER not in (earlier, value) and not _are_equal(earlier, value)
+    }
+
+
+class _KeptContents:
+    """What an object contains: ``read`` copies it, ``write`` sets it."""
+
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        write: Callable[[Any], object],
+        are_same: Callable[[Any, Any], bool],
+    ) -> None:
+        self._read, self._write, self._are_same = read, write, are_same
+        self._before = self._marked = read()
+        self._noted: Any = None
+
+    def mark(self) -> None:
+        self._marked = self._read()
+
+    def keep(self) -> None:
+        if not self._are_same(now := self._read(), self._marked):
+            self._before = now
 
     def note(self) -> bool:
-        self._noted = list(self._values)
-        return not _are_same(self._noted, self._before)
+        self._noted = self._read()
+        return not self._are_same(self._noted, self._before)
 
     def restore(self) -> None:
-        if self._noted is None or _are_same(list(self._values), self._noted):
-            self._values.clear()
-            self._values.extend(self._before)
+        now = self._read()
+        is_as_noted = self._noted is None or self._are_same(now, self._noted)
+        if is_as_noted and not self._are_same(now, self._before):
+            self._write(self._before)
+
+    def complete(self) -> None:
+        if self._noted is not None and self._are_same(self._read(), self._before):
+            self._write(self._noted)
+
+
+class _KeptGenerator(_KeptContents):
+    """One of the job's state returns to its boundary between two calls, and again at the loop."""
+
+    def restore(self) -> None:
+        pass
+
+    def draw_again(self) -> None:
+        """What the call before has drawn."""
+        self._write(self._before)
+
+
+def _fill(values: list[Any] | deque[Any], contents: list[Any]) -> None:
+    values.clear()
+    values.extend(contents)
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
-class _KeptTensor:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._before = tensor.detach().clone()
-        self._version = self._current()
-        self._noted = -1
-
-    def _current(self) -> int:
-        return torch_private.count_of_changes((self._tensor,))
-
-    def note(self) -> bool:
-        self._noted = self._current()
-        return self._noted != self._version
-
-    def restore(self) -> None:
-        is_changed = (now := self._current()) != self._version and self._noted in (-1, now)
-        if is_changed and self._tensor.shape == self._before.shape:
-            with torch.no_grad():
-                self._tensor.copy_(self._before)
+def _copy(tensor: torch.Tensor, contents: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(contents)
 
 
-class _KeptGenerator:
-    def __init__(self, generator: GeneratorState) -> None:
-        self._generator = generator
-        self._before = generator.state_dict()
-
-    def note(self) -> bool:
-        before, now = self._before["state"], self._generator.state_dict()["state"]
-        is_tensor = isinstance(now, torch.Tensor)
-        return not torch.equal(now, before) if is_tensor else bool(now != before)
-
-    def restore(self) -> None:
-        if self.note():
-            self._generator.load_state_dict(self._before)
+def _are_same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    state, wanted = one["state"], other["state"]
+    return torch.equal(state, wanted) if isinstance(state, torch.Tensor) else bool(state == wanted)

@@ -99,7 +99,8 @@ class Units(Hook):
         moved = {key: value for key, value in named.items() if self._job.user[key] != value}
         record = self._finished(name, at)
         if record is None:
-            record = self._complete(name, function, at)
+            with self._progress.surroundings.keeping():
+                record = self._complete(name, function, at)
         elif self._session.strategy.can_roll_back:
             self._progress.replay_unit(record.parts)
         if self._named is not None:  # the work itself may change what names it

@@ -121,6 +121,36 @@ def of_module() -> Callable[[], float]:
     return function
 
 
+def of_entry() -> Callable[[], float]:
+    options = {"scale": 2.0}
+
+    def function() -> float:
+        return options.pop("scale", 1.0)
+
+    return function
+
+
+def of_array() -> Callable[[], float]:
+    weights = np.ones(3)
+
+    def function() -> float:
+        weights[:] = weights * 2
+        return float(weights[0])
+
+    return function
+
+
+def of_variable() -> Callable[[], float]:
+    rate = 1.0
+
+    def function() -> float:
+        nonlocal rate
+        rate *= 2
+        return rate
+
+    return function
+
+
 def of_generator(draw: Callable[[], float]) -> Callable[[], list[float]]:
     def function() -> list[float]:
         return [draw(), draw()]
@@ -145,6 +175,9 @@ FUNCTIONS: list[Callable[[], object]] = [
     Trainer().train,
     functools.partial(of_namespace(Config())),
     of_module(),
+    of_array(),
+    of_entry(),
+    of_variable(),
     of_dataset(),
     of_generator(random.Random(1).random),
     of_generator(functools.partial(np.random.Generator.random, np.random.default_rng(1))),
@@ -184,10 +217,11 @@ def test_what_the_loop_changes_is_kept() -> None:
         config.seen.append("in the loop")
 
     around = surroundings()
-    for is_again in (False, True):
-        around.begin_call([function], is_again=is_again)
+    for _ in range(2):
+        around.begin_call([function], is_again=False)
         function()
-    assert config.lr == 2
+        around.end_call()
+    assert config.lr == 1
     assert config.steps == 2
     assert config.losses == [0.5, 0.5]
     assert config.seen == ["before", "in the loop"] * 2
@@ -203,23 +237,45 @@ def test_another_call_begins_with_the_values_of_the_one_before() -> None:
         assert config.lr == expected
 
 
-def test_the_state_of_the_job_and_what_exists_are_left_alone() -> None:
-    """The state is restored to its boundary; a flag may say that something exists."""
+def test_the_state_of_the_job_and_objects_are_left_alone() -> None:
+    """The state is restored to its boundary."""
     net = nn.Linear(2, 2)
     job = JobState(0, modules={"model": ElasticDDP(net)}, user={"epoch": 1})
-    config = SimpleNamespace(is_open=False, name="run", writer=None)
+    config = SimpleNamespace(writer=None, writers={})
     around = Surroundings(job)
     around.begin_call([net, job.user, config], is_again=False)
     job.user["epoch"] = 2
-    config.is_open, config.name, config.writer = True, "run-2", object()
+    config.writer = config.writers["log"] = object()
     with torch.no_grad():
         net.weight.fill_(3)
     around.begin_call([net, job.user, config], is_again=True)
     assert job.user == {"epoch": 2}
-    assert config.is_open
-    assert config.name == "run-2"
-    assert config.writer is not None
+    assert config.writer is config.writers["log"] is not None
     assert net.weight[0, 0] == 3
+
+
+@pytest.mark.parametrize("guard", ["a flag", "an attribute", "an object"])
+def test_what_a_function_does_once_is_done_at_the_loop(guard: str) -> None:
+    config = SimpleNamespace(lr=1.0, names=["a"], is_scaled=False, writer=None)
+    undone = {
+        "a flag": lambda: not config.is_scaled,
+        "an attribute": lambda: not hasattr(config, "scaled"),
+        "an object": lambda: config.writer is None,
+    }
+
+    def function() -> None:
+        if undone[guard]():
+            config.lr *= 2
+            config.names.append("b")
+            config.is_scaled, config.scaled, config.writer = True, True, object()
+        around.reach_loop()
+        assert (config.lr, config.names) == (2, ["a", "b"])
+
+    around = surroundings()
+    for is_again in (False, True, True):
+        around.begin_call([config], is_again=is_again)
+        function()
+        around.end_call()  # before the callbacks for the next world
 
 
 def test_an_object_that_cannot_be_read_does_not_end_the_call() -> None:
@@ -232,4 +288,32 @@ def test_an_object_that_cannot_be_read_does_not_end_the_call() -> None:
     around.begin_call([config, Closed()], is_again=False)
     config.lr *= 2
     around.begin_call([config, Closed()], is_again=True)
+    assert config.lr == 1
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_finished_work_changes_is_kept(function: Callable[[], object]) -> None:
+    """It is not done again."""
+    around, other = surroundings(), SimpleNamespace(lr=1.0)
+    around.begin_call([function, other], is_again=False)
+    other.lr *= 2
+    with around.keeping():
+        function()
+    around.reach_loop()
+    around.end_call()
+    assert other.lr == 1
+    around.begin_call([function], is_again=False)
+    with_kept = function()
+    around.begin_call([function], is_again=True)
+    assert function() == with_kept
+
+
+def test_what_interrupted_work_changes_is_undone() -> None:
+    config = SimpleNamespace(lr=1.0)
+    around = surroundings()
+    around.begin_call([config], is_again=False)
+    with pytest.raises(RuntimeError), around.keeping():
+        config.lr *= 2
+        raise RuntimeError("a peer has died")
+    around.end_call()
     assert config.lr == 1
