@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -44,6 +44,10 @@ class PlainAttributes:
         """Those that training has changed, with their values."""
         taken = {path: part.take() for path, part in self._parts.items()}
         return {path: values for path, values in taken.items() if values}
+
+    def dicts(self) -> Iterator[dict[str, Any]]:
+        """The dicts that hold the attributes."""
+        return (part.values for part in self._parts.values())
 
     def accept(self) -> None:
         """Let the values of all others be those that the script has set before its first loop."""
@@ -111,33 +115,33 @@ class _Part:
     microsecond."""
 
     def __init__(self, one: object, *, only: str = "") -> None:
-        self._values = one.__dict__
+        self.values = one.__dict__
         self._only = only
         self._before: dict[str, Any] = {}  # of those that training has changed
         self._read()
 
     def _read(self) -> None:
-        names = (self._only,) if self._only else tuple(self._values)
+        names = (self._only,) if self._only else tuple(self.values)
         self._known = {
             name: value
             for name in names
-            if type(value := self._values[name]) in _PLAIN and name not in _OF_TORCH
+            if type(value := self.values[name]) in _PLAIN and name not in _OF_TORCH
         }
-        self._size = len(self._values)
+        self._size = len(self.values)
         self._get = operator.itemgetter(*self._known) if self._known else len
         self._expected = self._get(self._known)
 
     def _is_unchanged(self) -> bool:
-        if len(self._values) != self._size:
+        if len(self.values) != self._size:
             return False
         try:
-            return not self._known or bool(self._get(self._values) == self._expected)
+            return not self._known or bool(self._get(self.values) == self._expected)
         except Exception:  # noqa: BLE001  deleted, or an array that is compared by elements
             return False
 
     def take(self) -> dict[str, Any]:
         self._note()
-        return {name: self._values[name] for name in self._before} if self._before else {}
+        return {name: self.values[name] for name in self._before} if self._before else {}
 
     def _note(self) -> None:
         """Note which values have changed."""
@@ -162,10 +166,10 @@ class _Part:
         for name in (self._before.keys() | known.keys()) - taken.keys():
             value = self._before.pop(name, known.get(name, _MISSING))
             if value is _MISSING:
-                del self._values[name]
-            elif self._values.get(name, _MISSING) is not value:
-                self._values[name] = value
+                del self.values[name]
+            elif self.values.get(name, _MISSING) is not value:
+                self.values[name] = value
         for name, value in taken.items():
-            self._before.setdefault(name, self._values.get(name, _MISSING))
-            self._values[name] = value
+            self._before.setdefault(name, self.values.get(name, _MISSING))
+            self.values[name] = value
         self._read()

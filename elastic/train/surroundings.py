@@ -18,7 +18,7 @@ import argparse
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
@@ -44,18 +44,18 @@ class Surroundings:
         self._job = job
         self._kept: list[_Kept] = []
         self._restored: list[_Kept] = []  # by the end of the call before
-        self._drawn: list[_KeptGenerator] = []  # from which it has drawn
+        self._of_state: list[_Kept] = []  # what it has changed that returns to the boundary
         self._is_before_loops = False
 
     def begin_call(self, roots: Iterable[object], *, is_again: bool) -> None:
         """The function is about to be called. It can reach ``roots``."""
         if is_again:
             self.end_call()
-            for generator in self._drawn:
-                generator.draw_again()
+            for kept in self._of_state:
+                kept.restore()
         else:
             self._restored = []
-        self._kept, self._drawn, self._is_before_loops = [], [], True
+        self._kept, self._of_state, self._is_before_loops = [], [], True
         try:
             self._kept.extend(self._reachable(roots))
         except Exception:  # noqa: BLE001  any object of the script may raise when it is read
@@ -83,9 +83,13 @@ class Surroundings:
 
     def end_call(self) -> None:
         """The function will be called again. Callbacks may set values of the new world first."""
+        state = [one for each in self._job.attributes().values() for one in each.dicts()]
+        of_state = set(map(id, state))
         for kept in self._kept:
-            kept.restore()
-        self._drawn += [each for each in self._kept if isinstance(each, _KeptGenerator)]
+            if kept.is_of(of_state):
+                self._of_state.append(kept)
+            else:
+                kept.restore()
         if self._kept and not self._is_before_loops:
             self._restored = self._kept
         self._kept = []
@@ -124,6 +128,9 @@ class _Kept(Protocol):
 
     def complete(self) -> None:
         """Those that are as restored, as they were at the loop."""
+
+    def is_of(self, dicts: Collection[int]) -> bool:
+        """Whether they are in one of these dicts of attributes, or a generator's."""
 
 
 def _kept(one: Any) -> Iterator[_Kept]:
@@ -263,6 +270,9 @@ class _KeptNumbers:
             if _are_equal(self._now(name), self._before.get(name, _ABSENT)):
                 self._write(name, noted)
 
+    def is_of(self, dicts: Collection[int]) -> bool:
+        return id(self._values) in dicts
+
     def _now(self, name: Any) -> object:
         return _number(self._values.get(name, _ABSENT))
 
@@ -319,16 +329,18 @@ class _KeptContents:
         if self._noted is not None and self._are_same(self._read(), self._before):
             self._write(self._noted)
 
+    def is_of(self, dicts: Collection[int]) -> bool:
+        return False
+
 
 class _KeptGenerator(_KeptContents):
-    """One of the job's state returns to its boundary between two calls, and again at the loop."""
+    """What the call before has drawn, the next one draws again, wherever the loop was."""
 
     def restore(self) -> None:
-        pass
-
-    def draw_again(self) -> None:
-        """What the call before has drawn."""
         self._write(self._before)
+
+    def is_of(self, dicts: Collection[int]) -> bool:
+        return True
 
 
 def _fill(values: list[Any] | deque[Any], contents: list[Any]) -> None:

@@ -317,3 +317,19 @@ def test_what_interrupted_work_changes_is_undone() -> None:
         raise RuntimeError("a peer has died")
     around.end_call()
     assert config.lr == 1
+
+
+def test_attributes_of_the_jobs_modules_return_to_their_boundary_first() -> None:
+    """It gives them the values that the call before has set."""
+    layer = nn.Dropout(0.4)
+    job = JobState(0, modules={"model": ElasticDDP(nn.Sequential(nn.Linear(1, 1), layer))})
+    around = Surroundings(job)
+    for is_again in (False, True, True):
+        around.begin_call([], is_again=is_again)
+        layer.p *= 0.5
+        around.reach_loop()
+        (attributes,) = job.attributes().values()
+        attributes.accept()
+        around.end_call()
+        attributes.restore({})
+        assert layer.p == 0.2
