@@ -8,22 +8,22 @@ import sys
 import sysconfig
 from types import CodeType, FunctionType, ModuleType
 
-OWN = (
+_OWN = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     contextlib.__file__,
 )
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
 def is_own(code: CodeType) -> bool:
     """Whether code is part of this package, or of contextlib, which it uses."""
-    return code.co_filename.startswith(OWN)
+    return code.co_filename.startswith(_OWN)
 
 
 def is_installed(code: CodeType) -> bool:
     """Whether code is part of an installed package."""
-    return _INSTALLED in code.co_filename
+    return any(folder in code.co_filename for folder in _INSTALLED)
 
 
 def is_of_script(code: CodeType) -> bool:
@@ -41,4 +41,5 @@ def is_defined_by_script(one: FunctionType | type | ModuleType) -> bool:
 
 
 def _is_file_of_script(file: str) -> bool:
-    return not (_INSTALLED in file or file.startswith((_STANDARD_LIBRARY, *OWN)))
+    is_library = any(folder in file for folder in _INSTALLED)
+    return not (is_library or file.startswith((_STANDARD_LIBRARY, *_OWN)))

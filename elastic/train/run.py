@@ -1262,9 +1262,11 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """Call ``fn`` in a world: the single recovery point, around the complete loop.
 
         When the world changes, ``fn`` is called again in the next one: loops resume, and local
-        variables are reset. Exceptions other than faults of the world propagate; from an inner
-        retry, all exceptions propagate to the outer one. If the launcher cannot change worlds in
-        process, the agent restarts it after a fault. Raises ConfigError if ``fn`` is no function.
+        variables are reset. Numbers, lists, small tensors and hooks outside of it that it changes
+        before its first loop are as before its first call. Exceptions other than faults of the
+        world propagate; from an inner retry, all exceptions propagate to the outer one. If the
+        launcher cannot change worlds in process, the agent restarts it after a fault. Raises
+        ConfigError if ``fn`` is no function.
 
         ``is_last=False``: other calls follow in the same training, for example one for each epoch
         of a framework. The state is not saved at the end of such a call. All ranks make the same

@@ -34,6 +34,10 @@ from elastic.train.state import JobState
 
 _NUMBERS = (int, float)  # no flags
 _OBJECTS, _ENTRIES, _ELEMENTS = 5_000, 1_000, 1_024  # searched; of a list; of a tensor
+_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+)
 _LEAVES = (*_NUMBERS, str, bytes, type(None), torch.optim.Optimizer)
 
 
@@ -139,8 +143,9 @@ def _kept(one: Any) -> Iterator[_Kept]:
             yield _KeptContents(lambda: list(one), functools.partial(_fill, one), _are_same)
     elif isinstance(one, torch.Tensor):
         is_plain = type(one) in (torch.Tensor, nn.Parameter) and one.layout is torch.strided
-        is_small = is_plain and one.device.type == "cpu" and one.numel() <= _ELEMENTS
-        if is_small and not one.is_inference() and one.untyped_storage().nbytes() > 0:
+        is_small = is_plain and one.dtype in _DTYPES and one.numel() <= _ELEMENTS
+        is_here = is_small and one.device.type == "cpu" and not one.is_inference()
+        if is_here and one.untyped_storage().nbytes() > 0:
             yield _KeptContents(one.detach().clone, functools.partial(_copy, one), torch.equal)
     elif isinstance(one, np.ndarray):
         if one.size <= _ELEMENTS and not one.dtype.hasobject:

@@ -109,7 +109,8 @@ class Recording:
         environment of installed packages there."""
         if file not in self._own_files:
             is_beside = file.startswith(f"{self._script.parent}{os.sep}")
-            is_installed = "site-packages" in file or file.startswith(_PACKAGES)
+            folders = ("site-packages", "dist-packages")
+            is_installed = any(each in file for each in folders) or file.startswith(_PACKAGES)
             self._own_files[file] = is_beside and not is_installed
         return self._own_files[file]
 
