@@ -15,6 +15,7 @@ from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
 from elastic.train import checks
 from elastic.train.checks import refuse_copies
+from elastic.train.origin import is_own
 
 HEAD = """
 import copy
@@ -61,7 +62,7 @@ own: set[Any] = set()
 
 @pytest.fixture(autouse=True)
 def calls_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = checks.is_own
+    original = is_own
     monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
 
 

@@ -226,7 +226,7 @@ def in_a_decorator(net: Net) -> object:
 
 
 def after_accumulation(net: Net) -> object:
-    return net.hidden.bias.register_post_accumulate_grad_hook(lambda p: None)
+    return net.hidden.bias.register_post_accumulate_grad_hook(lambda p: None)  # type: ignore[no-untyped-call]
 
 
 HOOKS = [on_a_layer, on_a_parameter, in_a_decorator, after_accumulation]

@@ -14,6 +14,7 @@ import torch
 from elastic.errors import TrainingError
 from elastic.train import checks
 from elastic.train.carried import refuse_carried
+from elastic.train.origin import is_own
 
 HEAD = """
 import torch
@@ -57,7 +58,7 @@ own: set[Any] = set()
 
 @pytest.fixture(autouse=True)
 def calls_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = checks.is_own
+    original = is_own
     monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
 
 
