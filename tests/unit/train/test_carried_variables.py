@@ -21,7 +21,6 @@ from elastic.train import checks
 from elastic.train.carried import carried_variables, read_after, refuse_carried
 from elastic.train.checks import loops_around
 from elastic.train.loader import ElasticLoader
-from elastic.train.origin import is_own
 
 CARRIED = {
     "the hidden state of an RNN": """
@@ -438,7 +437,7 @@ def start(function: Callable[[], object]) -> object:
 def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs SCRIPT, with ``retry`` and Loader as the package's."""
     own = {retry.__code__, start.__code__, Loader.__iter__.__code__}
-    original = is_own
+    original = vars(checks)["is_own"]
     monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
     path = tmp_path / "script.py"
 

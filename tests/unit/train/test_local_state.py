@@ -12,7 +12,6 @@ import pytest
 from elastic.telemetry.log import get_logger
 from elastic.train import checks
 from elastic.train.checks import warn_of_local_state
-from elastic.train.origin import is_own
 
 
 class Loader:
@@ -33,7 +32,7 @@ def warnings(
 ) -> Callable[[str], str]:
     """The warnings of a script whose loops over ``loader`` are steps."""
     own = {retry.__code__, Loader.__iter__.__code__}
-    original = is_own
+    original = vars(checks)["is_own"]
     monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
     monkeypatch.setattr(get_logger(), "propagate", True)
 
