@@ -23,7 +23,12 @@ def is_own(code: CodeType) -> bool:
 
 def is_installed(code: CodeType) -> bool:
     """Whether code is part of an installed package."""
-    return any(folder in code.co_filename for folder in _INSTALLED)
+    return is_file_installed(code.co_filename)
+
+
+def is_file_installed(file: str) -> bool:
+    """Whether a source file is part of an installed package."""
+    return any(folder in file for folder in _INSTALLED)
 
 
 def is_of_script(code: CodeType) -> bool:
@@ -41,5 +46,4 @@ def is_defined_by_script(one: FunctionType | type | ModuleType) -> bool:
 
 
 def _is_file_of_script(file: str) -> bool:
-    is_library = any(folder in file for folder in _INSTALLED)
-    return not (is_library or file.startswith((_STANDARD_LIBRARY, *_OWN)))
+    return not (is_file_installed(file) or file.startswith((_STANDARD_LIBRARY, *_OWN)))

@@ -171,11 +171,11 @@ _HINT = (
 
 
 def _refusal_of_layer(name: str, one: nn.Module | None, other: nn.Module | None) -> TrainingError:
-    before = f"instead of the {type(one).__name__} before" if one is not None else "and had none"
-    now = type(other).__name__ if other is not None else "removed"
+    before = f"the {type(one).__name__}" if one is not None else "nothing"
+    now = type(other).__name__ if other is not None else "gone"
     return TrainingError(
-        f"the wrapped model's layer {name!r} is {now} {before} training began: a joining node "
-        "would create the model without the change, and train another one",
+        f"the wrapped model's layer {name!r} is {now} instead of {before} before training began: a "
+        "joining node would create the model without the change, and train another one",
         hint="create both layers before model = run.wrap(model), and let forward() choose by a "
         "flag: flags and numbers in attributes of modules are part of the job's state",
     )
@@ -203,13 +203,14 @@ class _RegisteredHooks:
 
     def begin_call(self, *, is_again: bool) -> None:
         self._call = RemovableHandle.next_id
-        if not is_again:
-            self._first_call = self._call
+        if not is_again:  # as each process does, also one that joins later
+            self._first_call, self._known = self._call, None
 
     def check(self, *, is_first: bool) -> None:
         self._steps += 1
         is_due = is_first or self._steps >= self._due
-        if not is_due or RemovableHandle.next_id == self._checked:
+        has_new = is_due and RemovableHandle.next_id != self._checked
+        if self._known is not None and not has_new:
             return
         found = self._found()
         if is_first:

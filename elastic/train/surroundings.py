@@ -60,10 +60,7 @@ class Surroundings:
         else:
             self._restored = []
         self._kept, self._of_state, self._is_before_loops = [], [], True
-        try:
-            self._kept.extend(self._reachable(roots))
-        except Exception:  # noqa: BLE001  any object of the script may raise when it is read
-            get_logger().info("what the function changes is not searched for", exc_info=True)
+        self._search(roots)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -87,10 +84,10 @@ class Surroundings:
 
     def end_call(self) -> None:
         """The function will be called again. Callbacks may set values of the new world first."""
-        state = [one for each in self._job.attributes().values() for one in each.dicts()]
-        of_state = set(map(id, state))
+        parts = [one for each in self._job.attributes().values() for one in each.dicts()]
+        dicts = set(map(id, parts))
         for kept in self._kept:
-            if kept.is_of(of_state):
+            if kept.is_of(dicts):
                 self._of_state.append(kept)
             else:
                 kept.restore()
@@ -98,7 +95,7 @@ class Surroundings:
             self._restored = self._kept
         self._kept = []
 
-    def _reachable(self, roots: Iterable[object]) -> Iterator[_Kept]:
+    def _search(self, roots: Iterable[object]) -> None:
         job = self._job
         state = (*job.all_tracked.values(), *job.local.values(), *job.modules.values(), job.user)
         seen = set(map(id, (*state, *job.tensors_of_modules())))
@@ -107,12 +104,19 @@ class Surroundings:
         number = 0
         while left and number < _OBJECTS:
             one = left.popleft()
-            if isinstance(one, _LEAVES) or id(one) in seen:
+            if id(one) in seen:
                 continue
+            try:
+                if isinstance(one, _LEAVES):
+                    continue
+                kept, inside = [*_kept(one)], _inside(one)
+            except Exception:  # noqa: BLE001  any object of the script may raise when it is read
+                get_logger().info("what the function changes in an object is kept", exc_info=True)
+                kept, inside = [], ()
             seen.add(id(one))
             number += 1
-            yield from _kept(one)
-            left.extend(_inside(one))
+            self._kept += kept
+            left.extend(inside)
 
 
 class _Kept(Protocol):
@@ -146,7 +150,9 @@ def _kept(one: Any) -> Iterator[_Kept]:
         is_small = is_plain and one.dtype in _DTYPES and one.numel() <= _ELEMENTS
         is_here = is_small and one.device.type == "cpu" and not one.is_inference()
         if is_here and one.untyped_storage().nbytes() > 0:
-            yield _KeptContents(one.detach().clone, functools.partial(_copy, one), torch.equal)
+            yield _KeptContents(
+                lambda: one.detach().clone(), functools.partial(_copy, one), torch.equal
+            )
     elif isinstance(one, np.ndarray):
         if one.size <= _ELEMENTS and not one.dtype.hasobject:
             yield _KeptContents(one.copy, functools.partial(np.copyto, one), np.array_equal)
@@ -358,6 +364,9 @@ def _are_same(one: list[Any], other: list[Any]) -> bool:
 
 
 def _copy(tensor: torch.Tensor, contents: torch.Tensor) -> None:
+    if tensor.shape != contents.shape:  # changed through .data
+        tensor.data = contents.clone()
+        return
     with torch.no_grad():
         tensor.copy_(contents)
 

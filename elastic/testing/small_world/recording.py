@@ -37,6 +37,7 @@ from elastic.train import run
 from elastic.train.folder import Checkpoints
 from elastic.train.loop import CallEnded
 from elastic.train.optimizers import Registry
+from elastic.train.origin import is_file_installed
 from elastic.train.session import Session
 from elastic.train.state import JobState
 from elastic.train.step import Step
@@ -109,8 +110,7 @@ class Recording:
         environment of installed packages there."""
         if file not in self._own_files:
             is_beside = file.startswith(f"{self._script.parent}{os.sep}")
-            folders = ("site-packages", "dist-packages")
-            is_installed = any(each in file for each in folders) or file.startswith(_PACKAGES)
+            is_installed = is_file_installed(file) or file.startswith(_PACKAGES)
             self._own_files[file] = is_beside and not is_installed
         return self._own_files[file]
 

@@ -307,3 +307,18 @@ def test_a_hook_is_found_where_each_step_registers_others(net: Net, check: Check
         for _ in range(64):
             net.hidden(torch.zeros(2, 3)).register_hook(clamped)
             check()
+
+
+def test_another_call_registers_its_hooks_and_its_loop_none(net: Net) -> None:
+    check = Check(net)
+    check.call(lambda: on_a_layer(net), is_again=False)
+    before = hooks_on(net)
+    check.call(lambda: on_a_layer(net), is_again=False)
+    assert hooks_on(net) == before + 1, "as in plain torch"
+    check.structures.begin_call(is_again=False)
+    check()
+    on_a_layer(net)
+    with pytest.raises(TrainingError, match="registered the hook 'doubled'"):
+        for _ in range(64):
+            check()
+    check.structures.close()

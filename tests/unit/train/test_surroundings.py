@@ -285,9 +285,9 @@ def test_an_object_that_cannot_be_read_does_not_end_the_call() -> None:
 
     config = Config()
     around = surroundings()
-    around.begin_call([config, Closed()], is_again=False)
+    around.begin_call([Closed(), config], is_again=False)
     config.lr *= 2
-    around.begin_call([config, Closed()], is_again=True)
+    around.begin_call([Closed(), config], is_again=True)
     assert config.lr == 1
 
 
@@ -333,3 +333,12 @@ def test_attributes_of_the_jobs_modules_return_to_their_boundary_first() -> None
         around.end_call()
         attributes.restore({})
         assert layer.p == 0.2
+
+
+def test_a_tensor_that_gets_another_shape_gets_its_own_back() -> None:
+    config = Config()
+    around = surroundings()
+    around.begin_call([config], is_again=False)
+    config.weights.data = torch.zeros(5)
+    around.begin_call([config], is_again=True)
+    assert config.weights.tolist() == [1, 1, 1]
