@@ -45,6 +45,7 @@ def main() -> None:
     model = run.wrap(network())
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(optimizer=optimizer)
+    run.untracked("DataLoader")  # the plain side's
     rows = data()
     loader = run.loader(DataLoader(rows, batch_size=BATCH, shuffle=True), global_batch=BATCH)
 
