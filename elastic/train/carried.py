@@ -38,6 +38,7 @@ from elastic.train.inlining import (
     KEEPERS,
     Inlined,
     inlined,
+    key_of,
     plain_name,
     reads_weights,
     source_of,
@@ -75,7 +76,9 @@ _CHANGES_ARGUMENT = frozenset(
     {"shuffle", "heapify", "heappop", "heappush", "heappushpop", "heapreplace"}
     | {"insort", "insort_left", "insort_right", "copyto"}
 )
-_REPLACES = frozenset({"clear", "zero_", "fill_", "copy_"})
+_REPLACES = frozenset(
+    {"clear", "zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_"}
+)
 _SHAPES = frozenset(
     {"shape", "device", "dtype", "ndim", "size", "dim", "numel", "len"}
     | {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
@@ -120,10 +123,10 @@ def refuse_carried(
         frames.append(last)
     calls = [f for f in frames if f is not None and not is_installed(f.f_code)]
     trains = set[str]().union(*map(_training_functions, calls))
+    modules = [*modules]
     parameters = {p for module in modules for p in module.parameters() if p.requires_grad}
-    weights = frozenset(map(id, parameters))
     is_in_retry = is_called_again = last is None
-    functions = inlined(calls, saved, counts_continue=counts_continue, weights=weights)
+    functions = inlined(calls, saved, counts_continue=counts_continue, modules=modules)
     for number, function in enumerate(functions):
         for carried in carried_variables(function.tree, function.loops, trains):
             is_state = _is_state(carried.name, function)
@@ -596,7 +599,8 @@ def _changes(function: ast.AST, loop: Loop) -> Iterator[tuple[str, ast.stmt]]:
         for target, value in assignments(function)
         if isinstance(target, ast.Name) and id(target) not in inside and _is_container(value)
     ]
-    held = {name for name, _ in before} - (_memos(loop) | filled_first)
+    emptied = {n for n in _emptied(loop) if all(_is_empty(v) for name, v in before if name == n)}
+    held = {name for name, _ in before} - (_memos(loop) | filled_first | emptied)
     of_tensors = held - {name for name, value in before if _holds_numbers(value)}
     same = _made_once(loop) | filled_first
     elements = _elements(loop)
@@ -609,6 +613,31 @@ def _changes(function: ast.AST, loop: Loop) -> Iterator[tuple[str, ast.stmt]]:
         for name in _changed_in_place(statement):
             if (of := elements.get(name, name)) in held:
                 yield of, statement
+
+
+def _emptied(loop: Loop) -> set[str]:
+    """Containers that each iteration leaves empty."""
+    if any(isinstance(n, ast.Continue) for n in walk(loop)):
+        return set()
+    last: dict[str, ast.stmt] = {}
+    for statement in loop.body:
+        last |= {n.id: statement for n in walk(statement) if isinstance(n, ast.Name)}
+    return {name for name, statement in last.items() if _is_emptying(statement, name)}
+
+
+def _is_emptying(statement: ast.stmt, name: str) -> bool:
+    is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    method = _name_of(statement.value.func) if is_call else "clear"  # type: ignore[attr-defined]
+    return method == "clear" and _replaced(statement) == name
+
+
+def _is_empty(value: ast.expr) -> bool:
+    return not (getattr(value, "elts", ()) or getattr(value, "keys", ()) or _passes(value))
+
+
+def _passes(value: ast.expr) -> bool:
+    is_display = isinstance(value, (ast.List, ast.Dict, ast.Set))
+    return not is_display and not (isinstance(value, ast.Call) and not value.args)
 
 
 def _holds_numbers(value: ast.expr) -> bool:
@@ -686,7 +715,7 @@ def _changed_in_place(statement: ast.stmt) -> list[str]:
     for call in walk(value) if isinstance(value, ast.expr) else ():
         if not isinstance(call, ast.Call):
             continue
-        if isinstance(call.func, ast.Attribute) and call.func.attr in _REMOVES:
+        if _is_in_place(call):
             names.append(_receiver(call))
         elif call.args and _name_of(call.func) in _CHANGES_ARGUMENT:
             names.append(_root(call.args[0]))
@@ -734,43 +763,52 @@ def _memos(loop: Loop) -> set[str]:
 
 def _filled_first(loop: Loop) -> set[str]:
     """Containers of which an iteration reads only elements that it has assigned: weights that SAM
-    gives back (``old[p] = p.data.clone()``)."""
+    gives back (``old[p] = p.data.clone()``), outputs of layers that hooks keep."""
     inner = [n for statement in loop.body for n in walk(statement) if isinstance(n, ast.For)]
-    slots = _Slots({name for each in inner for name in _targets(each.target)})
+    slots = _Slots({name for each in inner for name in _targets(each.target)}, loop)
     slots.block(loop.body, set())
     return slots.stored - slots.others
 
 
+_Slot = tuple[str, object]
+"""An element of a container: the variable of the container, and a key, or the variable of one."""
+
+
 class _Slots:
     """Finds elements of containers that are read without having been assigned, or whole containers
-    that are read. ``keys``: variables that may name elements."""
+    that are read before all that the loop assigns. ``keys``: variables that may name elements."""
 
-    def __init__(self, keys: Collection[str]) -> None:
+    def __init__(self, keys: Collection[str], loop: Loop) -> None:
         self._keys = keys
+        self._of_loop: dict[str, set[_Slot]] = {}
+        for target in (n for n in walk(loop) if isinstance(n, ast.Subscript)):
+            if isinstance(target.ctx, ast.Store) and (slot := _slot(target, keys)) is not None:
+                self._of_loop.setdefault(slot[0], set()).add(slot)
         self.stored: set[str] = set()
         self.others: set[str] = set()
 
-    def block(self, body: Iterable[ast.AST], filled: set[str]) -> None:
-        """``filled``: containers whose elements are assigned before; those that are after."""
+    def block(self, body: Iterable[ast.AST], filled: set[_Slot]) -> None:
+        """``filled``: elements that are assigned before; those that are after."""
         for node in body:
             self._visit(node, filled)
 
-    def _visit(self, node: ast.AST, filled: set[str]) -> None:
+    def _visit(self, node: ast.AST, filled: set[_Slot]) -> None:
         slot = _slot(node, self._keys)
         if slot is not None:
-            if slot not in filled or not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
-                self.others.add(slot)
+            is_filled = any(slot[0] == container for container, _ in filled)
+            if not is_filled or not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+                self.others.add(slot[0])
         elif isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Load):
+            if isinstance(node.ctx, ast.Load) and not self._is_filled(node.id, filled):
                 self.others.add(node.id)
         elif isinstance(node, ast.Assign):
             self._visit(node.value, filled)
             for target in node.targets:
-                if (name := _slot(target, self._keys)) is None:
+                if (slot := _slot(target, self._keys)) is None:
                     self._visit(target, filled)
                 else:
-                    self.stored.add(name)
-                    filled.add(name)
+                    self.stored.add(slot[0])
+                    filled.add(slot)
         elif isinstance(node, ast.If):
             self._visit(node.test, filled)
             ways = [{*filled}, {*filled}]
@@ -778,16 +816,25 @@ class _Slots:
             self.block(node.orelse, ways[1])
             filled |= ways[0] & ways[1]
         else:
+            if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                self.others.add(_root(node))
+            elif isinstance(node, ast.Call) and _is_in_place(node):
+                self.others.add(_receiver(node))
             self.block(ast.iter_child_nodes(node), filled)
 
+    def _is_filled(self, container: str, filled: set[_Slot]) -> bool:
+        return container in self._of_loop and self._of_loop[container] <= filled
 
-def _slot(node: ast.AST, keys: Collection[str]) -> str | None:
-    """The container of an element whose key is constant, or the variable of a loop."""
+
+def _slot(node: ast.AST, keys: Collection[str]) -> _Slot | None:
+    """An element whose key is constant, or the variable of a loop."""
     while isinstance(node, ast.Subscript):
         key, container = node.slice, node.value
-        is_key = isinstance(key, ast.Constant) or (isinstance(key, ast.Name) and key.id in keys)
+        known = key_of(node)
+        if known is None and isinstance(key, ast.Name) and key.id in keys:
+            known = (key.id,)
         if isinstance(container, ast.Name):
-            return container.id if is_key else None
+            return None if known is None else (container.id, known)
         node = container
     return None
 

@@ -4,7 +4,9 @@ What a loop carries from step to step need not be a variable of the function wit
 be an attribute (``self.count += 1``), a variable that a function inside changes (``nonlocal``,
 ``global``), the sum in a meter, or the position of an iterator. So the bodies of the script's
 functions replace the calls of them, and what the script's objects hold becomes variables, of which
-each has one name, whichever function uses it. A loop over a generator of the script becomes the
+each has one name, whichever function uses it; so do containers and tensors, whichever names they
+have. Functions that Python, torch or a library calls are replaced where that happens: special
+methods, properties, hooks, arguments. A loop over a generator of the script becomes the
 generator, with the loop's body in the place of ``yield``; a loop over callbacks has a body for
 each. Which function a call executes, and which object a variable holds, is looked up in the frames
 when the first step begins, and so is a condition that never changes (``if args.anneal:``).
@@ -37,6 +39,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from elastic import torch_private
 from elastic.train.attributes import has_state, objects_of_data
 from elastic.train.checks import (
     Loop,
@@ -91,15 +94,15 @@ def inlined(
     saved: Collection[int] = (),
     *,
     counts_continue: bool = False,
-    weights: Collection[int] = (),
+    modules: Collection[nn.Module] = (),
 ) -> Iterator[Inlined]:
     """One function for the script's calls, or several, if a call cannot be found in its caller's
     source. ``frames``: the innermost first. ``saved``: ids of what belongs to the job's state.
-    ``counts_continue``: ``enumerate`` continues its count where the loop resumes. ``weights``: ids
-    of the trained parameters, for :func:`reads_weights`."""
+    ``counts_continue``: ``enumerate`` continues its count where the loop resumes. ``modules``:
+    those that are trained."""
     left = [*frames][::-1]
     while left:
-        inliner = _Inliner(left, saved, counts_continue, weights)
+        inliner = _Inliner(left, saved, counts_continue, modules)
         yield inliner.result()
         left = left[inliner.depth :]
 
@@ -124,6 +127,11 @@ def text_of(node: ast.AST) -> str:
         if isinstance(inner, ast.Name):
             inner.id = getattr(inner, "spelled", plain_name(inner.id))
     return ast.unparse(plain).partition("\n")[0]
+
+
+def key_of(node: ast.Subscript) -> object:
+    """The key of an element, if it is the same in all steps; otherwise None."""
+    return node.slice.value if isinstance(node.slice, ast.Constant) else getattr(node, "key", None)
 
 
 def reads_weights(node: ast.AST) -> bool:
@@ -184,10 +192,7 @@ class _Call:
         if name in self.values:
             return self.values[name]
         if name in self.cells:
-            try:
-                return self.cells[name].cell_contents
-            except ValueError:
-                return _UNKNOWN  # not assigned yet
+            return _content(self.cells[name])
         return _UNKNOWN if self._is_local(name) else self.globals.get(name, _UNKNOWN)
 
     def is_fixed(self, name: str) -> bool:
@@ -213,6 +218,25 @@ class _Call:
         code = self.code
         names = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
         return bool(code.co_flags & inspect.CO_OPTIMIZED) and name in names
+
+
+def _key_of_object(value: object) -> _Key:
+    return ("object", id(value))
+
+
+def _keys_of_objects(variables: Mapping[str, object]) -> set[_Key]:
+    return {_key_of_object(v) for v in variables.values() if isinstance(v, _MUTABLE)}
+
+
+def _attributes(one: object) -> dict[str, object]:
+    return getattr(one, "__dict__", {})
+
+
+def _content(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _UNKNOWN  # not assigned yet
 
 
 @functools.lru_cache(maxsize=64)
@@ -277,7 +301,10 @@ def _has_source(value: object) -> bool:
 def _entry(container: Any, key: object) -> object:
     if type(container) in (dict, defaultdict) and isinstance(key, (str, int)):
         return dict.get(container, key, _UNKNOWN)
-    if isinstance(container, (list, tuple)) and isinstance(key, int):
+    if isinstance(container, nn.ModuleDict) and isinstance(key, str):
+        return dict(container.named_children()).get(key, _UNKNOWN)
+    kinds = (list, tuple, nn.Sequential, nn.ModuleList)
+    if isinstance(container, kinds) and isinstance(key, int):
         return container[key] if -len(container) <= key < len(container) else _UNKNOWN
     return _UNKNOWN
 
@@ -290,6 +317,41 @@ def _defaults(function: FunctionType, call: ast.Call) -> dict[str, object]:
     code = function.__code__
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """A function that torch calls, with the module or optimizer on which it is registered."""
+
+    function: object
+    owner: object
+
+
+def _hooks_of_modules(layers: Iterable[nn.Module], kind: str) -> Iterator[_Hook]:
+    """Of the script. ``kind``: "forward" or "backward"."""
+    for layer in layers:
+        for name, table in torch_private.hook_tables(layer).items():
+            if kind in name and isinstance(table, dict):
+                hooks = (_Hook(hook, layer) for hook in table.values())
+                yield from filter(_is_of_script, hooks)
+
+
+def _is_of_script(hook: _Hook) -> bool:
+    return _has_source(_plain(hook.function))
+
+
+def _plain(function: Any) -> object:
+    """The function of a method, or of ``functools.partial``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__func__", function)
+
+
+def _inherited(owner: object, of: object, name: str) -> object:
+    """What ``super()`` finds in a method of the class ``of``."""
+    classes = type.mro(owner if isinstance(owner, type) else type(owner))
+    after = classes[classes.index(of) + 1 :] if isinstance(of, type) and of in classes else []
+    return next((vars(one)[name] for one in after if name in vars(one)), None)
 
 
 @dataclass(frozen=True)
@@ -316,10 +378,12 @@ class _Inliner:
         frames: Sequence[FrameType],
         saved: Collection[int],
         counts_continue: bool,
-        weights: Collection[int],
+        modules: Collection[nn.Module],
     ) -> None:
         self._frames = frames
-        self._weights = weights
+        self._modules = modules
+        parameters = (p for module in modules for p in module.parameters() if p.requires_grad)
+        self._weights = frozenset(map(id, parameters))
         self._real: dict[int, _Call] = {}  # those of the frames, by number
         self._counts_continue = counts_continue
         self._saved = saved
@@ -328,8 +392,10 @@ class _Inliner:
         self._outside: dict[_Key, object] = {}  # values of what no call of a function creates
         self._read: list[tuple[ast.For, ElasticLoader]] = []  # loops over the job's loaders
         self._steps: list[tuple[ast.Call, list[FunctionType]]] = []  # of schedulers with functions
-        self._created: list[tuple[ast.Assign, int]] = []  # with the id of the object before
+        self._layers: list[tuple[ast.Tuple, list[nn.Module]]] = []  # in calls of modules
+        self._created: list[tuple[ast.Assign, object]] = []  # with the object before
         self._calls = self._statements = 0
+        self.hooks_called: set[int] = set()  # in the current call of a module, by id
         self._loops: list[Loop] = []
         self._iterators: set[str] = set()
         self._generators: set[str] = set()
@@ -349,17 +415,15 @@ class _Inliner:
         stored = {n.variable for n in nodes if not isinstance(n.ctx, ast.Load)}
         held = {key for key, value in self._outside.items() if self._is_held(value)}
         for statement, owner in self._created:
-            keys = [k for k in {*stored, *held, (owner, "")} if k in self._names]
-            own = [k for k in keys if isinstance(k, tuple) and k[0] == owner]
+            inside = _keys_of_objects(_attributes(owner))
+            keys = [k for k in {*stored, *held, (id(owner), "")} if k in self._names]
+            own = [k for k in keys if k in inside or (isinstance(k, tuple) and k[0] == id(owner))]
             statement.targets = [ast.Name(self._names[k], ast.Store()) for k in own]
         _Attributes(self._names, stored | held).visit(tree)
         assigned = {n.id for n in walk(tree) if isinstance(n, ast.Name) and _is_stored(n)}
         self._read_data({k for k, name in self._names.items() if name in assigned or k in held})
         before = {self._names[key]: self._outside[key] for key in held}
-        containers = [
-            _assignment(name, _display(before[name]), tree)
-            for name in sorted(before.keys() - assigned)
-        ]
+        containers = [_assignment(name, _display(before[name]), tree) for name in sorted(before)]
         root.body[:0] = containers
         innermost = self._frames[self.depth - 1].f_code
         ast.fix_missing_locations(tree)
@@ -425,9 +489,17 @@ class _Inliner:
         if isinstance(node, ast.If) and (is_true := self.decided(node, call)) is not None:
             yield from self.block(node.body if is_true else node.orelse, call)
             return
+        if (plain := self._plain_form(node, call)) is not None:
+            yield from self.block(plain, call)
+            return
+        if isinstance(node, ast.With) and (manager := self._manager(node, call)) is not None:
+            yield from self._managed(node, manager, call)
+            return
         if isinstance(node, ast.For) and (generator := self._generator(node, call)) is not None:
             yield from self._yielding(node, generator, call)
             return
+        if isinstance(node, ast.For):
+            node.body[:0] = self._next_elements(node, call)
         elements = self._elements(node, call) if isinstance(node, ast.For) else []
         index = self._index(node, call) if isinstance(node, ast.For) else []
         owner, created = self._created_by(node, call)
@@ -461,8 +533,89 @@ class _Inliner:
         yield node
         if self._is_plain(owner) or is_own_iterator(owner):
             again = ast.Assign([], ast.Tuple([copied(each) for each in created.args], ast.Load()))
-            self._created.append((again, id(owner)))
+            self._created.append((again, owner))
             yield ast.copy_location(again, node)
+
+    def _plain_form(self, node: ast.stmt, call: _Call) -> list[ast.stmt] | None:
+        """The calls that a statement makes of special methods of the script: ``bank[key] = value``,
+        ``with scaled:``."""
+        if isinstance(node, ast.With):
+            first, *others = node.items
+            if others:
+                inner = _located(ast.With(others, node.body), node)
+                return [_located(ast.With([first], [inner]), node)]
+            enter = self.special(first.context_expr, "__enter__", call)
+            leave = self.special(first.context_expr, "__exit__", call)
+            if enter is None or leave is None:
+                return None
+            target = first.optional_vars or ast.Name(f"entered{_MARK}", ast.Store())
+            nothing: list[ast.expr] = [ast.Constant(None) for _ in range(3)]
+            begin = ast.Assign([target], ast.Call(enter, [], []))
+            end = ast.Expr(ast.Call(leave, nothing, []))
+            return [_all_located(begin, node), *node.body, _all_located(end, node)]
+        is_set = isinstance(node, ast.AugAssign) or (
+            isinstance(node, ast.Assign) and len(node.targets) == 1
+        )
+        target = (getattr(node, "targets", None) or [getattr(node, "target", None)])[0]
+        if not is_set or not isinstance(target, ast.Subscript):
+            return None
+        method = self.special(target.value, "__setitem__", call)
+        if method is None:
+            return None
+        value: Any = node.value  # type: ignore[attr-defined]
+        if isinstance(node, ast.AugAssign):
+            element = ast.Subscript(copied(target.value), copied(target.slice), ast.Load())
+            value = ast.BinOp(element, node.op, value)
+        plain = ast.Expr(ast.Call(method, [target.slice, value], []))
+        return [_all_located(plain, node)]
+
+    def _manager(self, node: ast.With, call: _Call) -> tuple[ast.Call, _Called] | None:
+        """The generator of the script that is used as a context manager."""
+        head = node.items[0].context_expr
+        if not isinstance(head, ast.Call) or (node.end_lineno or 0) < call.first_line:
+            return None
+        found, _, _ = self._method(head.func, call)
+        is_generator = found is not None and bool(found.__code__.co_flags & inspect.CO_GENERATOR)
+        if not is_generator:
+            return None
+        called = self.called(head, call, may_pause=True)
+        return None if called is None else (head, called)
+
+    def _managed(
+        self, node: ast.With, manager: tuple[ast.Call, _Called], call: _Call
+    ) -> Iterator[ast.stmt]:
+        """The generator, with the body of the ``with`` in the place of ``yield``."""
+        head, called = manager
+        expressions = _Expressions(self, call)
+        expressions.generic_visit(head)
+        statements, _ = self.inline(head, called)
+        target = node.items[0].optional_vars
+        given = ast.Name(f"entered{_MARK}", ast.Store())
+        target = given if target is None else expressions.visit(target)
+        body = self.block(node.body, call)
+
+        def replace(value: ast.expr) -> list[ast.stmt]:
+            nonlocal body
+            now, body = body, [copied(each) for each in body]
+            return [_located(ast.Assign([copied(target)], value), node), *now]
+
+        yield from expressions.before
+        yield from _Yields(replace).block(statements)
+
+    def _next_elements(self, node: ast.For, call: _Call) -> list[ast.stmt]:
+        """Statements that read iterators of the script, where a loop does."""
+        head, target = node.iter, node.target
+        pairs = [(target, head)]
+        if isinstance(head, ast.Call) and _name_of(head.func) == "zip":
+            pairs = [*zip(getattr(target, "elts", ()), head.args, strict=False)]
+        if any(node is loop for loop in self._loops) and self.depth < len(self._frames):
+            return []  # the next frame may be that of the iterator, which reads the loader
+        methods = [(each, self.special(source, "__next__", call)) for each, source in pairs]
+        return [
+            _all_located(ast.Assign([copied(each)], ast.Call(method, [], [])), node)
+            for each, method in methods
+            if method is not None
+        ]
 
     def _loader(self, node: ast.For, call: _Call) -> ElasticLoader | None:
         """The job's loader that a loop reads."""
@@ -481,6 +634,7 @@ class _Inliner:
             }
             methods = (method for one in objects.values() for method in vars(type(one)).values())
             used = self._used_by([*objects.values(), *methods])
+            used = used.union(*(_keys_of_objects(_attributes(one)) for one in objects.values()))
             reads = self._loads(
                 key
                 for key in stored
@@ -493,12 +647,20 @@ class _Inliner:
             ]
         for call, functions in self._steps:
             call.args += self._loads(stored & self._used_by(functions))
+        for read, layers in self._layers:
+            own: dict[int, object] = {id(layer): layer for layer in layers}
+            used = set[_Key]().union(*(_keys_of_objects(vars(layer)) for layer in layers))
+            read.elts += self._loads(
+                key
+                for key in stored
+                if key in used or (isinstance(key, tuple) and self._is_lost_with(key, own))
+            )
 
     def note_step(self, node: ast.Call, call: _Call) -> None:
         """Note a step of a scheduler of torch that calls functions of the script."""
         if _name_of(node.func) != "step" or not isinstance(node.func, ast.Attribute):
             return
-        values = getattr(self.value(node.func.value, call), "__dict__", {}).values()
+        values = _attributes(self.value(node.func.value, call)).values()
         lists = [each if isinstance(each, list) else [each] for each in values]
         if functions := [f for each in lists for f in each if isinstance(f, FunctionType)]:
             self._steps.append((node, functions))
@@ -511,11 +673,14 @@ class _Inliner:
         used = set[_Key]()
         for function in functions:
             if isinstance(function, FunctionType) and is_of_script(code := function.__code__):
-                used |= {("global", id(function.__globals__), name) for name in code.co_names}
+                variables = {n: v for n, v in function.__globals__.items() if n in code.co_names}
+                used |= {("global", id(function.__globals__), name) for name in variables}
                 for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
                     used.add(("cell", id(cell), name))
                     around = [c for c in self._real.values() if code in _codes_in(c.code)]
                     used |= {(call.number, name) for call in around}
+                    variables[name] = _content(cell)
+                used |= _keys_of_objects(variables)
         return used
 
     def _is_lost_with(self, key: Any, objects: Mapping[int, object]) -> bool:
@@ -566,8 +731,7 @@ class _Inliner:
             return [given, *[copied(each) for each in (*index[1:], *body)]]
 
         yield from (*expressions.before, *index[:1])
-        yields = _Yields(replace)
-        yield from (yields.visit(statement) for statement in statements)
+        yield from _Yields(replace).block(statements)
         yield from self.block(node.orelse, call)
 
     def _elements(self, node: ast.For, call: _Call) -> list[object]:
@@ -611,9 +775,9 @@ class _Inliner:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self._truth(test.operand, call)
             return None if inner is None else not inner
-        values = [self._fixed(test, call)]
+        values = [self.fixed(test, call)]
         if isinstance(test, ast.Compare):
-            values = [self._fixed(part, call) for part in (test.left, *test.comparators)]
+            values = [self.fixed(part, call) for part in (test.left, *test.comparators)]
             if isinstance(test.ops[0], (ast.Is, ast.IsNot)) and values[1] is None:
                 is_none = values[0] is None
                 is_unknown = values[0] is _UNKNOWN
@@ -626,16 +790,20 @@ class _Inliner:
         code = compile(ast.fix_missing_locations(ast.Expression(compared)), "", "eval")
         return bool(eval(code, dict(zip(names, values, strict=True))))
 
-    def _fixed(self, expression: ast.expr, call: _Call) -> object:
+    def fixed(self, expression: ast.expr, call: _Call) -> object:
         """The value of an expression, if it is the same in all steps."""
         if isinstance(expression, ast.Constant):
             return expression.value
         if isinstance(expression, ast.Name):
             is_fixed = call.is_fixed(expression.id)
             return call.value(expression.id) if is_fixed else _UNKNOWN
+        if isinstance(expression, ast.Subscript):
+            container = self.fixed(expression.value, call)
+            is_layer = isinstance(container, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+            return self.value(expression, call) if is_layer else _UNKNOWN
         if not isinstance(expression, ast.Attribute):
             return _UNKNOWN
-        owner = self._fixed(expression.value, call)
+        owner = self.fixed(expression.value, call)
         files = _files_of(owner if isinstance(owner, type) else type(owner))
         own = [*map(_rebound, files)]
         everywhere = [*own, *(_rebound(each.code.co_filename) for each in call.around)]
@@ -660,11 +828,22 @@ class _Inliner:
         return self._names[key]
 
     def variable(self, name: str, call: _Call) -> str:
-        key = call.key(name)
-        if isinstance(key, tuple) and isinstance(key[0], str):  # global, or of another function
-            value = call.value(name)
+        key, value = call.key(name), call.value(name)
+        if self._is_object(name, call):
+            key = _key_of_object(value)
+            self._outside[key] = value
+        elif isinstance(key, tuple) and isinstance(key[0], str):  # global, or of another function
             self._outside[key] = _UNKNOWN if id(value) in self._saved else value
         return self.name(key, name)
+
+    def _is_object(self, name: str, call: _Call) -> bool:
+        """Whether a variable always means the same object, which changes in place."""
+        return self._is_shared(call.value(name)) and call.is_fixed(name)
+
+    def _is_shared(self, value: object) -> bool:
+        """Whether variables that hold an object are one: what changes in place."""
+        is_changed = isinstance(value, _MUTABLE) and id(value) not in self._saved
+        return is_changed and not (isinstance(value, torch.Tensor) and value.requires_grad)
 
     def value(self, expression: ast.AST | None, call: _Call) -> object:
         """The object of a variable, an attribute, or an entry."""
@@ -686,7 +865,7 @@ class _Inliner:
         if isinstance(owner, ElasticLoader) and expression.attr == "dataset":
             return owner.dataset
         modules = dict(owner.named_children()) if isinstance(owner, nn.Module) else {}
-        attributes = {**getattr(owner, "__dict__", {}), **modules}
+        attributes = {**_attributes(owner), **modules}
         return attributes.get(expression.attr, _UNKNOWN)
 
     def _is_plain(self, owner: object) -> bool:
@@ -714,15 +893,19 @@ class _Inliner:
         owner = self.value(node.value, call)
         if not self._is_plain(owner):
             return
-        value = vars(owner).get(node.attr, _UNKNOWN)
         of_class = inspect.getattr_static(type(owner), node.attr, None)
+        of_owner = of_class if isinstance(of_class, FunctionType) else _UNKNOWN
+        value = vars(owner).get(node.attr, of_owner)
         if isinstance(owner, nn.Module):
             named = (owner.named_parameters(recurse=False), owner.named_buffers(recurse=False))
             own = {name for each in (*named, owner.named_children()) for name, _ in each}
             if node.attr in own | _OF_MODULES:
                 return
-        if id(value) not in self._saved and not hasattr(of_class, "__get__"):
-            node.variable = (id(owner), node.attr)
+        # Of the class: a method that is called, or a property that is set.
+        method = "__get__" if isinstance(node.ctx, ast.Load) else "__set__"
+        if id(value) not in self._saved and not hasattr(of_class, method):
+            is_one = self._is_shared(value) and self.fixed(node, call) is value
+            node.variable = _key_of_object(value) if is_one else (id(owner), node.attr)
             self._outside[node.variable] = value
             node.spelled = ast.unparse(node)
             name = self.name(node.variable, f"{self._known_as(owner, node.value)}.{node.attr}")
@@ -836,6 +1019,56 @@ class _Inliner:
             id(p) in self._weights for p in value.parameters()
         )
 
+    def hooks(self, node: ast.Call, call: _Call) -> list[_Hook]:
+        """The script's functions that torch calls in a call: hooks of a module and its layers, of a
+        backward pass, of an optimizer's step."""
+        function = node.func
+        method = function.attr if isinstance(function, ast.Attribute) else ""
+        owner = self.value(function, call)
+        if isinstance(owner, nn.Module):
+            return [*_hooks_of_modules(owner.modules(), "forward")]
+        if method == "backward":
+            layers = [layer for module in self._modules for layer in module.modules()]
+            weights = [p for module in self._modules for p in module.parameters()]
+            of_weights = (h for p in weights for t in torch_private.hooks_of(p) for h in t.values())
+            tensors = (_Hook(hook, None) for hook in of_weights)
+            return [*_hooks_of_modules(layers, "backward"), *filter(_is_of_script, tensors)]
+        if method == "step":
+            optimizer = self.value(function.value, call)  # type: ignore[attr-defined]
+            if isinstance(optimizer, torch.optim.Optimizer):
+                tables = torch_private.hooks_of(optimizer)
+                hooks = [_Hook(hook, optimizer) for table in tables for hook in table.values()]
+                return [*filter(_is_of_script, hooks)]
+        return []
+
+    def layers_read(self, node: ast.Call, call: _Call) -> ast.Tuple | None:
+        """What a call of a module reads of what the script assigns to it and its layers, such as
+        another ``forward``."""
+        owner = self.value(node.func, call)
+        assigned = _rebound(call.code.co_filename).attributes
+        if not isinstance(owner, nn.Module) or not assigned:
+            return None
+        layers = [
+            layer
+            for layer in owner.modules()
+            if "forward" in assigned
+            or (not is_defined_by_script(type(layer)) and not assigned.isdisjoint(vars(layer)))
+        ]
+        self._layers.append((ast.Tuple([], ast.Load()), layers))
+        return self._layers[-1][0] if layers else None
+
+    def call_of_hook(self, hook: _Hook, data: ast.expr, call: _Call) -> ast.Call:
+        """A call of a hook. ``data``: what torch passes to it besides the owner."""
+        function = self.holding(hook.function, "hook", call)
+        owner = self.holding(hook.owner, "owner", call)
+        found, of, receiver = self._method(function, call)
+        self._owners.setdefault(id(of), type(of).__name__)
+        code = found.__code__ if found is not None else _WITHOUT_SOURCE
+        number = code.co_argcount - (receiver is not None)
+        args: list[ast.expr] = [owner] if hook.owner is not None else []
+        args += [copied(data) for _ in range(number - len(args))]
+        return _all_located(ast.Call(function, args, []), data)
+
     def changes_job(self, node: ast.Call, call: _Call) -> bool:
         """Whether a call updates an object of the job's state, such as an average of weights."""
         updates = ("update", "load_state_dict")
@@ -843,8 +1076,9 @@ class _Inliner:
             return False
         return id(self.value(node.func.value, call)) in self._saved
 
-    def called(self, node: ast.Call, call: _Call) -> _Called | None:
-        """The script's function that a call executes, if it is known."""
+    def called(self, node: ast.Call, call: _Call, *, may_pause: bool = False) -> _Called | None:
+        """The script's function that a call executes, if it is known. ``may_pause``: it may be a
+        generator."""
         if (following := self._following(node, call)) is not None:
             return following
         found, owner, receiver = self._method(node.func, call)
@@ -853,7 +1087,8 @@ class _Inliner:
             return None
         code, calls = found.__code__, [*call.around]
         is_endless = len(calls) > _DEPTH or any(each.code is code for each in calls)
-        if is_endless or code.co_flags & _PAUSES or not is_of_script(code):
+        pauses = bool(code.co_flags & _PAUSES)
+        if is_endless or pauses != may_pause or not is_of_script(code):
             return None
         function = _function_in(parsed(code, code.co_filename), code)
         if function is None:
@@ -863,7 +1098,7 @@ class _Inliner:
             return None
         passed = _passed(node, code, receiver)
         values = _defaults(found, node) | {n: self.value(each, call) for n, each in passed.items()}
-        changing = {n for n, each in passed.items() if self._fixed(each, call) is _UNKNOWN}
+        changing = {n for n, each in passed.items() if self.fixed(each, call) is _UNKNOWN}
         if receiver is not None:
             values[code.co_varnames[0]] = owner
             changing.discard(code.co_varnames[0])
@@ -904,29 +1139,99 @@ class _Inliner:
         if value is _UNKNOWN and isinstance(function, ast.Attribute):
             owner, receiver = self.value(function.value, call), function.value
             value = inspect.getattr_static(type(owner), function.attr, None)
-            if isinstance(value, staticmethod):
-                value, receiver = value.__func__, None
+            if _name_of(getattr(function.value, "func", function)) == "super":
+                first = (*call.code.co_varnames, "")[0]
+                owner, receiver = call.value(first), ast.Name(first, ast.Load())
+                value = _inherited(owner, call.value("__class__"), function.attr)
+            elif isinstance(owner, type):
+                value, receiver = inspect.getattr_static(owner, function.attr, None), None
         elif isinstance(value, MethodType):
             value, owner, receiver = value.__func__, value.__self__, function
-        elif not isinstance(value, (FunctionType, type)):
+        elif not isinstance(value, (FunctionType, type, classmethod, staticmethod)):
             owner = value.module if isinstance(value, ElasticDDP) else value
             called = "forward" if isinstance(owner, nn.Module) else "__call__"
             value, receiver = inspect.getattr_static(type(owner), called, None), function
+        if isinstance(value, classmethod) and isinstance(function, ast.Attribute):
+            owner, receiver = self.value(function.value, call), function.value
+            owner = owner if isinstance(owner, type) else type(owner)
+        elif isinstance(value, staticmethod):
+            receiver = None
+        value = getattr(value, "__func__", value)
         found = inspect.unwrap(value) if isinstance(value, FunctionType) else None
         return (found if isinstance(found, FunctionType) else None), owner, receiver
+
+    def holding(self, value: object, spelled: str, call: _Call) -> ast.Name:
+        """A variable that holds an object."""
+        name: Any = ast.Name(f"object{_MARK}{self._next()}", ast.Load())
+        call.values[name.id] = value
+        name.spelled = spelled
+        return name  # type: ignore[no-any-return]
+
+    def without_partial(self, node: ast.Call, call: _Call) -> ast.Call:
+        """A call of a function of the script with what ``functools.partial`` binds."""
+        value = self.value(node.func, call)
+        if not isinstance(value, functools.partial) or not _has_source(value.func):
+            return node
+        text = ast.unparse(node.func)
+        bound: list[ast.expr] = [self.holding(each, text, call) for each in value.args]
+        given = {keyword.arg for keyword in node.keywords}
+        keywords = [
+            ast.keyword(name, self.holding(each, text, call))
+            for name, each in value.keywords.items()
+            if name not in given
+        ]
+        function = self.holding(value.func, text, call)
+        plain = ast.Call(function, [*bound, *node.args], [*keywords, *node.keywords])
+        return _all_located(plain, node)
+
+    def special(self, owner: ast.expr, name: str, call: _Call) -> ast.Attribute | None:
+        """A special method of an object, if the script defines it: ``__getitem__``."""
+        value = self.value(owner, call)
+        method = inspect.getattr_static(type(value), name, None)
+        is_saved = id(value) in self._saved and not isinstance(value, nn.Module)
+        if is_saved or not isinstance(method, FunctionType) or not _has_source(method):
+            return None
+        return _all_located(ast.Attribute(copied(owner), name, ast.Load()), owner)
+
+    def getter(self, node: ast.Attribute, call: _Call) -> ast.Call | None:
+        """The call by which an attribute is computed: of a property of the script."""
+        owner = self.value(node.value, call)
+        of_class = inspect.getattr_static(type(owner), node.attr, None)
+        function = of_class.fget if isinstance(of_class, property) else None
+        is_saved = id(owner) in self._saved and not isinstance(owner, nn.Module)
+        if is_saved or not isinstance(function, FunctionType) or not _has_source(function):
+            return None
+        self._known_as(owner, node.value)
+        name = self.holding(function, ast.unparse(node), call)
+        return _all_located(ast.Call(name, [copied(node.value)], []), node)
+
+    def callbacks(self, node: ast.Call, call: _Call) -> list[object]:
+        """The script's functions that a call passes to a library, which may call them."""
+        function = self.value(node.func, call)
+        owner = self.value(getattr(node.func, "value", None), call)
+        if _has_source(function) or type(owner).__module__.startswith("elastic."):
+            return []
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        values = [self.value(each, call) for each in given]
+        functions = (FunctionType, MethodType, functools.partial)
+        passed = [v for v in values if isinstance(v, functions) and _has_source(_plain(v))]
+        running = {frame.f_code for frame in self._frames}
+        return [v for v in passed if getattr(_plain(v), "__code__", None) not in running]
 
     def inline(self, node: ast.Call, called: _Called) -> tuple[list[ast.stmt], ast.expr]:
         """The statements of a function that is called, and its result."""
         code = called.call.code
         passed = _passed(node, code, called.receiver)
-        first = [
-            _assignment(
-                self.name(called.call.key(local), local),
-                copied(passed.get(local, ast.Constant(None))),
-                node,
-            )
-            for local in dict.fromkeys((*code.co_varnames, *code.co_cellvars))
-        ]
+        first = []
+        for local in dict.fromkeys((*code.co_varnames, *code.co_cellvars)):
+            given = copied(passed.get(local, ast.Constant(None)))
+            if not self._is_object(local, called.call):
+                name = self.name(called.call.key(local), local)
+            else:
+                name = self.variable(local, called.call)
+                if local not in passed or getattr(given, "id", None) == name:
+                    continue
+            first.append(_assignment(name, given, node))
         name = self.name((called.call.number, "()"), f"{code.co_name}()")
         body = _without_returns(self.block(called.function.body, called.call), name)
         return [*first, *body], _located(ast.Name(name, ast.Load()), node)
@@ -944,11 +1249,30 @@ class _Expressions(Transformer):
         self.is_elsewhere = False  # it may be executed elsewhere, or never
         self.is_head = False  # of a loop
 
-    def _inner(self, node: ast.expr) -> ast.expr:
+    def _inner(self, node: Any) -> ast.expr:
         before, self.is_inner = self.is_inner, True
+        for generator in getattr(node, "generators", ()) if not self.is_elsewhere else ():
+            self._begin(node, generator)
         self.generic_visit(node)
         self.is_inner = before
-        return node
+        return node  # type: ignore[no-any-return]
+
+    def _begin(self, node: Any, generator: ast.comprehension) -> None:
+        """Give the variables of a comprehension names of their own, and their first values."""
+        text = ast.unparse(generator.iter)
+        source = self.visit(generator.iter)
+        generator.iter = self._kept(source, generator.iter, text)
+        names = {
+            n.id: self._inliner.name((id(generator), n.id), n.id)
+            for n in walk(generator.target)
+            if isinstance(n, ast.Name)
+        }
+        for inner in walk(node):
+            if isinstance(inner, ast.Name) and inner.id in names:
+                variable: Any = inner
+                variable.is_renamed, variable.id = True, names[inner.id]
+        given = ast.Assign([copied(generator.target)], copied(generator.iter))
+        self.before.append(_located(given, node))
 
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _inner
 
@@ -965,7 +1289,8 @@ class _Expressions(Transformer):
         return self.visit(node.body if is_true else node.orelse)  # type: ignore[no-any-return]
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.arg = self._inliner.variable(node.arg, self._call)
+        # Of a function that is defined here, or the outermost one: the caller has its object.
+        node.arg = self._inliner.name(self._call.key(node.arg), node.arg)
         return node
 
     def visit_Name(self, node: Any) -> Any:
@@ -979,8 +1304,23 @@ class _Expressions(Transformer):
     def visit_Attribute(self, node: Any) -> Any:
         if self.is_head and (position := self._position(node, self.advanced)):
             return position
+        is_read = isinstance(node.ctx, ast.Load) and not self.is_elsewhere
+        if is_read and (computed := self._inliner.getter(node, self._call)) is not None:
+            return self.visit(computed)
         self._inliner.attribute(node, self._call)
         node.reads_weights = self._inliner.reads_weights(node, self._call)
+        return self.generic_visit(node)
+
+    def visit_Subscript(self, node: Any) -> Any:
+        if isinstance(node.ctx, ast.Load) and not self.is_elsewhere:
+            method = self._inliner.special(node.value, "__getitem__", self._call)
+            if method is not None:
+                return self.visit(_all_located(ast.Call(method, [node.slice], []), node))
+        key = self._inliner.fixed(node.slice, self._call)
+        if isinstance(key, (str, int)):
+            node.key = key
+        elif isinstance(key, nn.Module):
+            node.key = (id(key),)  # equal to no number
         return self.generic_visit(node)
 
     def visit_Call(self, node: Any) -> Any:
@@ -995,20 +1335,56 @@ class _Expressions(Transformer):
             return _located(ast.Name(cycle[1].target.id, ast.Load()), node)  # type: ignore[union-attr]
         if isinstance(node.func, ast.Call):
             node.func = self._inliner.attribute_of(node.func, self._call)
+        node = self._inliner.without_partial(node, self._call)
+        if is_next and (own := self._inliner.special(node.args[0], "__next__", self._call)):
+            node = _all_located(ast.Call(own, [], []), node)
         if not self.is_elsewhere and (drawn := self._inliner.draw(node, self._call)) is not None:
             self.before.append(drawn)
         changes_job = self._inliner.changes_job(node, self._call)
         node.changes_job = changes_job
         node.reads_weights = self._inliner.reads_weights(node, self._call)
-        called = None if self.is_inner else self._inliner.called(node, self._call)
+        called = None if self.is_elsewhere else self._inliner.called(node, self._call)
+        hooks = [] if self.is_elsewhere else self._inliner.hooks(node, self._call)
+        if called is None and not self.is_elsewhere:
+            hooks += [_Hook(f, None) for f in self._inliner.callbacks(node, self._call)]
+        outer, self._inliner.hooks_called = self._inliner.hooks_called, set()
         self._inliner.note_step(node, self._call)
+        read = None if self.is_elsewhere else self._inliner.layers_read(node, self._call)
+        if hooks or read is not None:
+            node.text = ast.unparse(node)  # of the script
         self.generic_visit(node)
-        if called is None:
-            return node
-        statements, result = self._inliner.inline(node, called)
-        self.before += [_located(ast.Expr(node), node)] if changes_job else []
-        self.before += statements
-        return result
+        result = node
+        if called is not None:
+            statements, result = self._inliner.inline(node, called)
+            self.before += [_located(ast.Expr(node), node)] if changes_job else []
+            self.before += statements
+        inner = self._inliner.hooks_called
+        hooks = [hook for hook in hooks if id(hook.function) not in inner]
+        self._inliner.hooks_called = outer | inner | {id(hook.function) for hook in hooks}
+        if read is not None:
+            result = self._kept(ast.Set([result, read]), node)
+        return self._with_hooks(node, result, hooks) if hooks else result
+
+    def _with_hooks(self, node: ast.Call, result: ast.expr, hooks: Iterable[_Hook]) -> ast.expr:
+        """The result of a call in which torch calls hooks. They may replace what they get."""
+        is_pass = _name_of(node.func) == "backward"
+        given = ast.Tuple([*node.args, node.func], ast.Load()) if is_pass else result
+        data = self._kept(given, node)
+        for hook in hooks:
+            returned = self.visit(self._inliner.call_of_hook(hook, data, self._call))
+            data = self._kept(ast.Set([data, returned]), node)
+        if not is_pass:
+            return data
+        node.args = [*node.args, data]
+        return node
+
+    def _kept(self, value: ast.expr, of: Any, text: str = "") -> ast.Name:
+        """A variable with a value of an expression, as which it is shown."""
+        name = self._inliner.name((id(value), "value"), "value")
+        self.before.append(_assignment(name, _located(value, of), of))
+        variable: Any = _located(ast.Name(name, ast.Load()), of)
+        variable.is_renamed, variable.spelled = True, text or of.text
+        return variable  # type: ignore[no-any-return]
 
     def _position(self, node: ast.expr, advances: list[ast.stmt]) -> ast.expr | None:
         """The position of an iterator of the script."""
@@ -1024,6 +1400,11 @@ class _Yields(Transformer):
 
     def __init__(self, replace: Callable[[ast.expr], list[ast.stmt]]) -> None:
         self._replace = replace
+
+    def block(self, statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+        for statement in statements:
+            new = self.visit(statement)
+            yield from new if isinstance(new, list) else [new]
 
     def visit_Expr(self, node: ast.Expr) -> Any:
         if not isinstance(node.value, ast.Yield):
@@ -1051,8 +1432,28 @@ class _Attributes(Transformer):
 
 
 def _function_in(tree: ast.AST, code: CodeType) -> ast.FunctionDef | None:
+    functions: Iterable[ast.FunctionDef]
     functions = (n for n in walk(tree) if isinstance(n, ast.FunctionDef))
+    if code.co_name == "<lambda>":
+        lambdas = (n for n in walk(tree) if isinstance(n, ast.Lambda))
+        functions = (_as_function(n) for n in lambdas if _is_compiled_to(n, code))
     return next((f for f in functions if f.name == code.co_name), None)
+
+
+def _is_compiled_to(function: ast.Lambda, code: CodeType) -> bool:
+    """Whether it may be this function: several lambdas may begin in a line."""
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    names += [a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    used = {n.id for n in walk(function.body) if isinstance(n, ast.Name)}
+    known = {*code.co_varnames, *code.co_freevars, *code.co_names}
+    is_here = function.body.lineno == code.co_firstlineno or function.lineno == code.co_firstlineno
+    return is_here and [*code.co_varnames[: len(names)]] == names and used <= known
+
+
+def _as_function(function: ast.Lambda) -> ast.FunctionDef:
+    body: list[ast.stmt] = [_located(ast.Return(function.body), function.body)]
+    return _located(ast.FunctionDef("<lambda>", function.args, body, []), function)
 
 
 def _passed(node: ast.Call, code: CodeType, receiver: ast.expr | None) -> dict[str, ast.expr]:
@@ -1121,6 +1522,11 @@ def _is_stored(node: ast.Name) -> bool:
 
 def _located(node: _Node, where: ast.AST) -> _Node:
     return ast.copy_location(node, where)  # _Inliner.result locates the nodes in it
+
+
+def _all_located(node: _Node, where: ast.AST) -> _Node:
+    """The same for a node that is yet to be visited."""
+    return ast.fix_missing_locations(ast.copy_location(node, where))
 
 
 def _name_of(function: ast.expr) -> str:

@@ -189,6 +189,7 @@ class StreamGroup(Operations):
         # From here on, only an abort ends a collective: a late peer must not look like a dead one.
         self._gloo._set_default_timeout(datetime.timedelta(days=1))
         self._aborted = threading.Event()
+        self._queueing = threading.Lock()  # nothing is queued behind an abort
         self.async_error: BaseException | None = None  # of the communicator
         self._begun = 0
         self._works: queue.SimpleQueue[StreamWork | None] = queue.SimpleQueue()
@@ -262,8 +263,7 @@ class StreamGroup(Operations):
         """ProcessGroupNCCL.cpp, ``collective``: with ``asyncOp`` it runs on a separate stream and
         returns a work; otherwise it runs on the current stream and returns none: ``return asyncOp ?
         work : nullptr``. The host does not wait."""
-        if self._aborted.is_set():  # NCCLUtils.cpp, ``NCCLComm::getNcclComm``
-            raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
+        self._require_communicator()
         if self._coalesced is not None:
             self._coalesced.append(CoalescedPart(outputs, exchange, garbage))
             return None
@@ -277,12 +277,19 @@ class StreamGroup(Operations):
             is_coalesced=is_coalesced,
             group=self,
         )
-        self._begun += is_collective
-        self._works.put(work)
+        with self._queueing:
+            self._require_communicator()
+            self._begun += is_collective
+            self._works.put(work)
         if is_async:
             return work
         stream.wait_for(work.landed)
         return None
+
+    def _require_communicator(self) -> None:
+        """NCCLUtils.cpp, ``NCCLComm::getNcclComm``."""
+        if self._aborted.is_set():
+            raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
 
     # -- the stream's thread ----------------------------------------------------------------------
 
@@ -326,8 +333,9 @@ class StreamGroup(Operations):
         while control.hang_in_abort:
             time.sleep(_LOOK_S)
         _is_aborting.clear()
-        self._aborted.set()
-        self._works.put(None)
+        with self._queueing:
+            self._aborted.set()
+            self._works.put(None)
 
     @property
     def is_aborted(self) -> bool:
