@@ -495,6 +495,7 @@ class _InProcess:
         self._updates: Any = None  # _Updates
         self._trainings = 0  # calls of train() in this process
         self._planned_steps = 0
+        self._ended: dict[str, Any] | None = None  # state where the training before has ended
         self._joined_in: dict[str, Any] | None = None  # state of a training that others have begun
         self._steps: Any = None
         self._has_whole_batches = False  # those of the largest world, with its losses
@@ -614,7 +615,7 @@ class _InProcess:
 
     def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
         self._trainings += 1
-        if self._loop is not None:  # or Trainer's new state replaces that of the job
+        if self._loop is not None and self._ended is None:  # it had no epoch left
             self._ended = copied(self._loop.state_dict())
         epoch, batches = super()._init_training_state(*args, **options)  # type: ignore[misc]
         self._started_at = (epoch, batches // self.args.gradient_accumulation_steps)
@@ -654,7 +655,8 @@ class _InProcess:
     def _begin_again(self, resume_from_checkpoint: str | None) -> None:
         """Begin another call of train(), whose objects are those of the first."""
         loop, ended, scheduler = self._loop, self._ended, self._scheduler
-        assert loop is not None
+        assert loop is not None and ended is not None
+        self._ended = None
         rates = copied(scheduler.state_dict())
         if scheduler is not self.lr_scheduler:  # Trainer has created another one
             vars(scheduler).update(vars(self.lr_scheduler))
@@ -698,6 +700,8 @@ class _InProcess:
             self._joined_in = None
         self._loop.own.begin()
         self.elastic_run.retry(self._train_epochs, call)
+        # Before Trainer logs the end of the training, which a call that ends it again repeats.
+        self._ended = copied(self._loop.state_dict())
         self._is_stopped = self.control.should_training_stop
         self.control.should_training_stop = True  # ends Trainer's loop
 

@@ -357,9 +357,10 @@ def test_a_node_joins_in_a_second_call_of_train(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_continues_in_a_second_call_of_train(runs: Runs) -> None:
+@pytest.mark.parametrize("event", [19, 24], ids=["at its beginning", "later"])
+def test_a_job_continues_in_a_second_call_of_train(runs: Runs, event: int) -> None:
     options = MATRIX["trained twice"] | {"join": {"when": 1}}
-    ran = runs.run("elastic", options, out=killed(runs, options, 19))
+    ran = runs.run("elastic", options, out=killed(runs, options, event))
     assert_same(ran, runs.plain(MATRIX["trained twice"]), workers=SIZE)
 
 
