@@ -71,6 +71,7 @@ _CHANGES = _REMOVES | {
     *("sort", "add", "discard", "update", "setdefault", "subtract", "move_to_end"),
     *("difference_update", "intersection_update", "symmetric_difference_update"),
 }
+_RETURN_NOTHING = _CHANGES - _REMOVES - {"setdefault"}
 # Of random, NumPy and the standard library: the first argument.
 _CHANGES_ARGUMENT = frozenset(
     {"shuffle", "heapify", "heappop", "heappush", "heappushpop", "heapreplace"}
@@ -715,11 +716,18 @@ def _changed_in_place(statement: ast.stmt) -> list[str]:
     for call in walk(value) if isinstance(value, ast.expr) else ():
         if not isinstance(call, ast.Call):
             continue
+        names += [_root(k.value) for k in call.keywords if k.arg == "out"]
         if _is_in_place(call):
             names.append(_receiver(call))
-        elif call.args and _name_of(call.func) in _CHANGES_ARGUMENT:
+        function = _name_of(call.func)
+        if call.args and (function in _CHANGES_ARGUMENT or _is_of_lists(function)):
             names.append(_root(call.args[0]))
     return names
+
+
+def _is_of_lists(function: str) -> bool:
+    """Whether it changes the tensors of a list: ``torch._foreach_mul_``."""
+    return function.startswith("_foreach_") and function.endswith("_")
 
 
 def _chain(call: ast.Call) -> Iterator[ast.Call]:
@@ -1213,6 +1221,8 @@ class _Flow:
         return now
 
     def _of(self, expression: ast.AST, now: _Origins) -> frozenset[str]:
+        if isinstance(expression, ast.Call) and _name_of(expression.func) in _RETURN_NOTHING:
+            return _NONE
         return _NONE.union(*(now.get(name, _NONE) for name in _loads(expression)))
 
     def _of_condition(self, expression: ast.expr, now: _Origins) -> frozenset[str]:

@@ -28,6 +28,7 @@ from types import (
     FrameType,
     FunctionType,
     GeneratorType,
+    MemberDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
@@ -229,7 +230,15 @@ def _keys_of_objects(variables: Mapping[str, object]) -> set[_Key]:
 
 
 def _attributes(one: object) -> dict[str, object]:
-    return getattr(one, "__dict__", {})
+    """Of an object, also those in ``__slots__``."""
+    in_slots = {
+        name: value.__get__(one)
+        for each in type.mro(type(one))
+        if "__slots__" in vars(each)
+        for name, value in vars(each).items()
+        if isinstance(value, MemberDescriptorType) and hasattr(one, name)
+    }
+    return {**in_slots, **getattr(one, "__dict__", {})}
 
 
 def _content(cell: Any) -> object:
@@ -345,6 +354,14 @@ def _plain(function: Any) -> object:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__func__", function)
+
+
+def _unwrapped(module: Any) -> object:
+    """The module that DDP or ``torch.compile`` calls."""
+    if isinstance(module, ElasticDDP):
+        return _unwrapped(module.module)
+    compiled = getattr(module, "_orig_mod", None) if isinstance(module, nn.Module) else None
+    return module if compiled is None else _unwrapped(compiled)
 
 
 def _inherited(owner: object, of: object, name: str) -> object:
@@ -553,6 +570,8 @@ class _Inliner:
             begin = ast.Assign([target], ast.Call(enter, [], []))
             end = ast.Expr(ast.Call(leave, nothing, []))
             return [_all_located(begin, node), *node.body, _all_located(end, node)]
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            return self._assigned_by_name(node.value, call)
         is_set = isinstance(node, ast.AugAssign) or (
             isinstance(node, ast.Assign) and len(node.targets) == 1
         )
@@ -568,6 +587,17 @@ class _Inliner:
             value = ast.BinOp(element, node.op, value)
         plain = ast.Expr(ast.Call(method, [target.slice, value], []))
         return [_all_located(plain, node)]
+
+    def _assigned_by_name(self, node: ast.Call, call: _Call) -> list[ast.stmt] | None:
+        """``object.name = value`` for ``setattr(object, name, value)``."""
+        if _name_of(node.func) != "setattr" or len(node.args) != 3:
+            return None
+        owner, name, value = node.args
+        key = self.value(name, call)
+        if not isinstance(key, str) or not key.isidentifier():
+            return None
+        target = ast.Attribute(owner, key, ast.Store())
+        return [_all_located(ast.Assign([target], value), node)]
 
     def _manager(self, node: ast.With, call: _Call) -> tuple[ast.Call, _Called] | None:
         """The generator of the script that is used as a context manager."""
@@ -877,14 +907,15 @@ class _Inliner:
             return False
         if isinstance(owner, (type, ModuleType, FunctionType)):
             return is_defined_by_script(owner)
-        return hasattr(owner, "__dict__") and not is_stateless(type(owner).__module__)
+        has_attributes = hasattr(owner, "__dict__") or hasattr(type(owner), "__slots__")
+        return has_attributes and not is_stateless(type(owner).__module__)
 
     def attribute_of(self, node: ast.Call, call: _Call) -> ast.expr:
         """``object.name`` for ``getattr(object, name)``."""
         if _name_of(node.func) != "getattr" or len(node.args) < 2:
             return node
         name = self.value(node.args[1], call)
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not name.isidentifier():
             return node
         return _located(ast.Attribute(node.args[0], name, ast.Load()), node)
 
@@ -895,7 +926,7 @@ class _Inliner:
             return
         of_class = inspect.getattr_static(type(owner), node.attr, None)
         of_owner = of_class if isinstance(of_class, FunctionType) else _UNKNOWN
-        value = vars(owner).get(node.attr, of_owner)
+        value = _attributes(owner).get(node.attr, of_owner)
         if isinstance(owner, nn.Module):
             named = (owner.named_parameters(recurse=False), owner.named_buffers(recurse=False))
             own = {name for each in (*named, owner.named_children()) for name, _ in each}
@@ -903,7 +934,8 @@ class _Inliner:
                 return
         # Of the class: a method that is called, or a property that is set.
         method = "__get__" if isinstance(node.ctx, ast.Load) else "__set__"
-        if id(value) not in self._saved and not hasattr(of_class, method):
+        is_computed = hasattr(of_class, method) and not isinstance(of_class, MemberDescriptorType)
+        if id(value) not in self._saved and not is_computed:
             is_one = self._is_shared(value) and self.fixed(node, call) is value
             node.variable = _key_of_object(value) if is_one else (id(owner), node.attr)
             self._outside[node.variable] = value
@@ -1148,7 +1180,7 @@ class _Inliner:
         elif isinstance(value, MethodType):
             value, owner, receiver = value.__func__, value.__self__, function
         elif not isinstance(value, (FunctionType, type, classmethod, staticmethod)):
-            owner = value.module if isinstance(value, ElasticDDP) else value
+            owner = _unwrapped(value)
             called = "forward" if isinstance(owner, nn.Module) else "__call__"
             value, receiver = inspect.getattr_static(type(owner), called, None), function
         if isinstance(value, classmethod) and isinstance(function, ast.Attribute):
@@ -1258,7 +1290,7 @@ class _Expressions(Transformer):
         return node  # type: ignore[no-any-return]
 
     def _begin(self, node: Any, generator: ast.comprehension) -> None:
-        """Give the variables of a comprehension names of their own, and their first values."""
+        """Give the variables of a comprehension names of their own, and values."""
         text = ast.unparse(generator.iter)
         source = self.visit(generator.iter)
         generator.iter = self._kept(source, generator.iter, text)
@@ -1271,8 +1303,8 @@ class _Expressions(Transformer):
             if isinstance(inner, ast.Name) and inner.id in names:
                 variable: Any = inner
                 variable.is_renamed, variable.id = True, names[inner.id]
-        given = ast.Assign([copied(generator.target)], copied(generator.iter))
-        self.before.append(_located(given, node))
+        first = ast.For(copied(generator.target), copied(source), [ast.Pass()], [])
+        self.before.append(_located(first, node))
 
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _inner
 
@@ -1333,6 +1365,9 @@ class _Expressions(Transformer):
             self.before.append(cycle[0])
             self.advanced.append(cycle[1])
             return _located(ast.Name(cycle[1].target.id, ast.Load()), node)  # type: ignore[union-attr]
+        attribute = self._inliner.attribute_of(node, self._call)
+        if isinstance(attribute, ast.Attribute):
+            return self.visit(attribute)
         if isinstance(node.func, ast.Call):
             node.func = self._inliner.attribute_of(node.func, self._call)
         node = self._inliner.without_partial(node, self._call)

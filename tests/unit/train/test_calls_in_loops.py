@@ -549,6 +549,157 @@ CARRIED = {
                     criterion(network(r.sample()), y).backward()
                     optimizer.step()
     """,
+    "setattr": """
+        class S:
+            pass
+
+        s = S()
+        s.v = 1.0
+
+        def train():
+            for x, y in loader:
+                (criterion(network(x), y) * s.v).backward()
+                optimizer.step()
+                setattr(s, "v", s.v * 0.9)
+    """,
+    "getattr read": """
+        class S:
+            pass
+
+        s = S()
+        s.v = 1.0
+
+        def train():
+            for x, y in loader:
+                (criterion(network(x), y) * getattr(s, "v")).backward()
+                optimizer.step()
+                s.v *= 0.9
+    """,
+    "compiled module with a tensor of its own": """
+        class C(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.center = torch.zeros(1)
+
+            def forward(self, o):
+                self.center = 0.9 * self.center + 0.1 * o.detach().mean()
+                return o - self.center
+
+        c = torch.compile(C(), backend="eager")
+
+        def train():
+            for x, y in loader:
+                criterion(c(network(x)), y).backward()
+                optimizer.step()
+    """,
+    "out=": """
+        def train():
+            m = torch.zeros(2)
+            for x, y in loader:
+                torch.lerp(m, x.mean(0), 0.1, out=m)
+                criterion(network(x - m), y).backward()
+                optimizer.step()
+    """,
+    "foreach": """
+        def train():
+            bufs = [torch.zeros(2)]
+            for x, y in loader:
+                torch._foreach_mul_(bufs, 0.9)
+                torch._foreach_add_(bufs, [x.mean(0)])
+                criterion(network(x - bufs[0]), y).backward()
+                optimizer.step()
+    """,
+    "list of meters in a loop": """
+        class Meter:
+            def __init__(self):
+                self.avg = 0.0
+
+            def update(self, v):
+                self.avg = 0.9 * self.avg + 0.1 * v
+
+        meters = [Meter(), Meter()]
+
+        def train():
+            for x, y in loader:
+                out = network(x)
+                losses = [criterion(out, y), out.abs().mean()]
+                total = 0
+                for m, l in zip(meters, losses):
+                    m.update(l.item())
+                    total = total + l / (1 + m.avg)
+                total.backward()
+                optimizer.step()
+    """,
+    "meters updated in a comprehension": """
+        class Meter:
+            def __init__(self):
+                self.avg = 0.0
+
+            def update(self, v):
+                self.avg = 0.9 * self.avg + 0.1 * v
+                return self.avg
+
+        meters = [Meter(), Meter()]
+
+        def train():
+            for x, y in loader:
+                out = network(x)
+                losses = [criterion(out, y), out.abs().mean()]
+                sum(l / (1 + m.update(l.item())) for m, l in zip(meters, losses)).backward()
+                optimizer.step()
+    """,
+    "queue of a class with slots": """
+        class Ring:
+            __slots__ = ("buf", "i")
+
+            def __init__(self):
+                self.buf = [torch.zeros(4, 2)] * 2
+                self.i = 0
+
+            def push(self, x):
+                self.buf[self.i % 2] = x
+                self.i += 1
+
+        r = Ring()
+
+        def train():
+            for x, y in loader:
+                r.push(x)
+                criterion(network(r.buf[0] + r.buf[1]), y).backward()
+                optimizer.step()
+    """,
+    "callback object with on_step": """
+        class Decay:
+            def on_step(self, opt, step):
+                for g in opt.param_groups:
+                    g["lr"] *= 0.99
+
+        class Temp:
+            def __init__(self):
+                self.t = 1.0
+
+            def on_step(self, opt, step):
+                self.t *= 0.9
+
+        temp = Temp()
+
+        class Loop:
+            def __init__(self, cbs):
+                self.cbs = cbs
+
+            def fire(self, name, *a):
+                for cb in self.cbs:
+                    getattr(cb, name)(*a)
+
+            def run(self):
+                for i, (x, y) in enumerate(loader):
+                    (criterion(network(x), y) * temp.t).backward()
+                    optimizer.step()
+                    self.fire("on_step", optimizer, i)
+
+        def train():
+            Loop([Decay(), temp]).run()
+    """,
 }
 # Values of this step, values that nothing changes, and what is only reported.
 ACCEPTED = {
@@ -1033,6 +1184,139 @@ ACCEPTED = {
             for x, y in batches:
                 criterion(network(x), y).backward()
                 optimizer.step()
+    """,
+    "clip of a list of parameters": """
+        params = [p for p in network.parameters() if p.requires_grad]
+
+        def train():
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(network(x), y)
+                loss.backward()
+                nn.utils.clip_grad_norm_(params, 1.0)
+                torch._foreach_mul_([p.grad for p in params], 0.5)
+                optimizer.step()
+    """,
+    "gradients scaled in place by foreach": """
+        def train():
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(network(x), y)
+                loss.backward()
+                grads = [p.grad for p in network.parameters()]
+                torch._foreach_mul_(grads, 0.5)
+                optimizer.step()
+    """,
+    "trainer class as in tutorials": """
+        class Trainer:
+            def __init__(self, model, opt, loader):
+                self.model, self.opt, self.loader = model, opt, loader
+                self.losses, self.epoch = [], 0
+
+            def run_batch(self, x, y):
+                self.opt.zero_grad()
+                loss = criterion(self.model(x), y)
+                loss.backward()
+                self.opt.step()
+                return loss.item()
+
+            def run_epoch(self, epoch):
+                self.losses.clear()
+                for x, y in self.loader:
+                    self.losses.append(self.run_batch(x, y))
+                print(epoch, sum(self.losses) / len(self.losses))
+
+            def train(self, n):
+                for epoch in range(n):
+                    self.run_epoch(epoch)
+
+        def train():
+            Trainer(network, optimizer, loader).train(2)
+    """,
+    "moving average printed via property and f-string": """
+        class Smooth:
+            def __init__(self):
+                self.d = deque(maxlen=20)
+                self.total = 0.0
+
+            def update(self, v):
+                self.d.append(v)
+                self.total += v
+
+            @property
+            def median(self):
+                return sorted(self.d)[len(self.d) // 2]
+
+            def __str__(self):
+                return f"{self.median:.3f}"
+
+        class Logger:
+            def __init__(self):
+                self.meters = defaultdict(Smooth)
+
+            def update(self, **kw):
+                for k, v in kw.items():
+                    self.meters[k].update(v)
+
+            def __str__(self):
+                return " ".join(f"{k}: {m}" for k, m in self.meters.items())
+
+            def every(self, it, n):
+                i = 0
+                for obj in it:
+                    yield obj
+                    if i % n == 0:
+                        print(str(self))
+                    i += 1
+
+        def train():
+            logger = Logger()
+            for x, y in logger.every(loader, 10):
+                loss = criterion(network(x), y)
+                loss.backward()
+                optimizer.step()
+                logger.update(loss=loss.item())
+    """,
+    "reported gradient norms via hooks, cleared each epoch": """
+        norms = []
+        for p in network.parameters():
+            p.register_hook(lambda g: norms.append(g.norm().item()))
+
+        def train():
+            for epoch in range(2):
+                norms.clear()
+                for x, y in loader:
+                    criterion(network(x), y).backward()
+                    optimizer.step()
+                print(sum(norms))
+    """,
+    "validation metric object with reset": """
+        class Acc:
+            def __init__(self):
+                self.reset()
+
+            def reset(self):
+                self.n = self.k = 0
+
+            def update(self, p, y):
+                self.n += len(y)
+                self.k += int((p.sign() == y.sign()).sum())
+
+            def compute(self):
+                return self.k / self.n
+
+        acc = Acc()
+
+        def evaluate():
+            acc.reset()
+            for x, y in [(torch.ones(4, 2), torch.ones(4, 1))]:
+                acc.update(network(x), y)
+            return acc.compute()
+
+        def train():
+            for epoch in range(2):
+                for x, y in loader:
+                    criterion(network(x), y).backward()
+                    optimizer.step()
+                print(evaluate())
     """,
 }
 
