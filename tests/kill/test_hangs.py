@@ -269,6 +269,7 @@ def test_the_others_train_on_while_sigkill_does_not_end_a_worker(job: TrainingJo
     pid = victim.workers()[0].pid
     order(job, "sleep", victim.name)
     wait_taken(job, "sleep")
+    time.sleep(2.0)  # not in the middle of a garbage collection, which has a budget of its own
     with blocked_in_the_kernel(pid):
         job.wait_training(nodes=2, after_generation=generation)
         assert job.training_nodes()[1] == {n.name for n in nodes if n is not victim}
