@@ -32,7 +32,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 import elastic
 from elastic.errors import ConfigError
@@ -51,6 +57,7 @@ from elastic.train.sampler import Position
 
 try:
     import transformers
+    from accelerate.data_loader import BatchSamplerShard
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
     from transformers import Trainer, trainer
@@ -504,7 +511,8 @@ class _InProcess:
         # These replace attributes: a subclass's own methods are called by them.
         self.training_step = self._step_of_group
         self.get_train_dataloader = self._train_dataloader
-        self._is_stopped = False
+        self._is_stopped = self._is_evaluating = False
+        self._items: list[tuple[float, float]] = []  # of this rank's evaluated batch, and of all
         self._has_begun_epoch: int | None = None
         self.elastic_run.on_world(self._enter_world)
 
@@ -1042,6 +1050,93 @@ class _InProcess:
             with self._alone():
                 return evaluate(*args, **options)
         return self.elastic_run.once("evaluation", evaluate, *args, **options)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """See Trainer. The loss by token is that of the largest world."""
+        self._evaluated: list[tuple[float, float, float]] = []
+        given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        output = super().evaluation_loop(*given)  # type: ignore[misc]
+        loss = self._loss_of_largest_world(dataloader) if self._evaluated else None
+        if loss is not None and output.metrics:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss
+        return output
+
+    def prediction_step(self, *args: Any, **options: Any) -> Any:
+        """See Trainer. Some losses are multiplied by the number of ranks."""
+        self._items.clear()
+        self._is_evaluating = True
+        self.accelerator.elastic_processes = self.elastic_run.largest_world
+        try:
+            loss, *others = super().prediction_step(*args, **options)  # type: ignore[misc]
+        finally:
+            self.accelerator.elastic_processes, self._is_evaluating = None, False
+        if loss is not None and self._items:
+            self._evaluated.append((float(loss), *self._items[0]))
+        return loss, *others
+
+    def _get_num_items_in_batch(self, batches: Any, *args: Any, **options: Any) -> Any:
+        items = super()._get_num_items_in_batch(batches, *args, **options)  # type: ignore[misc]
+        if self._is_evaluating and items is not None and self.args.average_tokens_across_devices:
+            self._items.append((self._count_items(batches, *args, **options), float(items)))
+        return items
+
+    def _count_items(self, batches: Any, *args: Any, **options: Any) -> float:
+        """Of this rank alone."""
+        count = super()._get_num_items_in_batch  # type: ignore[misc]
+        self.args.average_tokens_across_devices = False
+        try:
+            return float(count(batches, *args, **options))
+        finally:
+            self.args.average_tokens_across_devices = True
+
+    def _loss_of_largest_world(self, loader: Any) -> float | None:
+        """The mean of the evaluated losses, each divided by the number of items in as many batches
+        as the largest world has ranks. None where it is that of the current world, or unknown."""
+        ranks, largest = self.accelerator.state.num_processes, self.elastic_run.largest_world
+        sampler = loader.batch_sampler
+        batches = sampler.batch_sampler if isinstance(sampler, BatchSamplerShard) else sampler
+        is_known = isinstance(getattr(batches, "sampler", None), SequentialSampler)
+        is_known = is_known and not (batches.drop_last or getattr(sampler, "split_batches", False))
+        if ranks == largest or not is_known or not self._is_by_item():
+            return None
+        shards = [BatchSamplerShard(batches, largest, rank) for rank in range(largest)]
+        filled = [batch for group in zip(*shards, strict=True) for batch in group]
+        sizes = [len(batch) for batch in batches]
+        states = RandomState()
+        states.take()
+        if ranks == 1 and sizes[-1] < len(filled[0]):  # nothing has filled the last batch
+            self._evaluated.pop()
+            inputs = loader.collate_fn([loader.dataset[i] for i in filled[len(sizes) - 1]])
+            self.prediction_step(self.model, inputs, True)
+        own = torch.tensor([self._evaluated], dtype=torch.float64, device=self.args.device)
+        evaluated = self.accelerator.gather(own).transpose(0, 1).flatten(0, 1).cpu()
+        losses, items, of_group = evaluated[: len(filled)].unbind(1)
+        others = [
+            self._count_items([loader.collate_fn([loader.dataset[i] for i in batch])], "cpu")
+            for batch in filled[len(items) :]
+        ]
+        states.restore()
+        counts = torch.cat([items, torch.tensor(others, dtype=items.dtype)])
+        of_largest = counts.view(-1, largest).sum(1).repeat_interleave(largest)
+        means = (losses * of_group)[: len(sizes)] / of_largest[: len(sizes)]
+        return float(means @ torch.tensor(sizes, dtype=means.dtype) / sum(sizes))
+
+    def _is_by_item(self) -> bool:
+        """Whether a loss is a sum over items, divided by the number of items of all ranks."""
+        kind: Any = type(self)
+        if kind.compute_loss.__module__.partition(".")[0] not in _OF_LIBRARIES:
+            return False
+        model = self.accelerator.unwrap_model(self.model)
+        return self.label_smoother is None and (
+            self.compute_loss_func is not None or _is_normalised(model)
+        )
 
     def predict(self, *args: Any, **options: Any) -> Any:
         """See Trainer, and :meth:`evaluate`. A rank that joins later, when the others have their

@@ -140,7 +140,15 @@ def assert_weights(ran: Ran, plain: Ran, tolerance: float) -> None:
 
 
 MEANS: dict[str, Any] = {}
-TOKENS = {"model": "gpt2", "args": {"gradient_accumulation_steps": 2, "logging_steps": 1}}
+TOKENS = {
+    "model": "gpt2",
+    "args": {
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    },
+}
 EVERYTHING = {
     "metrics": True,
     "patience": 3,
@@ -221,11 +229,26 @@ def test_undisturbed_training_is_that_of_plain_trainer(runs: Runs, kind: str) ->
         assert facts["flos"] == plain.facts[0]["flos"]
 
 
+# Samples to evaluate: the last batch lacks some, or the last ranks of the largest world have none.
+HELD_OUT = [17, 19, 20]
+
+
 @pytest.mark.slow
-def test_an_evaluation_before_training_is_that_at_its_start(runs: Runs) -> None:
-    ran = runs.run("elastic", MATRIX["evaluations"])
+@pytest.mark.parametrize("kind", [{}, *({"held_out": n, "model": "gpt2"} for n in HELD_OUT)])
+def test_an_evaluation_before_training_is_that_at_its_start(
+    runs: Runs, kind: dict[str, Any]
+) -> None:
+    ran = runs.run("elastic", MATRIX["evaluations"] | kind)
     for facts in ran.facts:
-        assert facts["before"] == pytest.approx(facts["log"][0]["eval_loss"], abs=1e-12)
+        assert facts["before"] == pytest.approx(facts["log"][0]["eval_loss"], abs=LOGGED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held_out", HELD_OUT)
+def test_a_loss_by_token_is_that_of_the_largest_world(runs: Runs, held_out: int) -> None:
+    options = TOKENS | {"held_out": held_out}
+    ran = runs.run("elastic", options, death=at("A BATCH", rank=1, event=4))
+    assert_same(ran, runs.plain(options), workers=SIZE - 1)
 
 
 # Of the data sets' sizes, one leaves the ranks uneven shares.

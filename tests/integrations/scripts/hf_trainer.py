@@ -180,7 +180,8 @@ if options.get("model") == "gpt2":
         bos_token_id=0,
         eos_token_id=0,
     )
-    model, data, held_out = GPT2LMHeadModel(config), Text(50, 1), Text(18, 2)
+    model, data = GPT2LMHeadModel(config), Text(50, 1)
+    held_out = Text(options.get("held_out", 18), 2)
     model = model.double() if options.get("double", True) else model
 else:
     model, data, held_out = Classifier(), Numbers(50, 1), Numbers(18, 2)
