@@ -1123,10 +1123,10 @@ class _InProcess:
             for batch in filled[len(items) :]
         ]
         states.restore()
-        counts = torch.cat([items, torch.tensor(others, dtype=items.dtype)])
+        counts = torch.cat([items, torch.tensor(others, dtype=items.dtype, device="cpu")])
         of_largest = counts.view(-1, largest).sum(1).repeat_interleave(largest)
         means = (losses * of_group)[: len(sizes)] / of_largest[: len(sizes)]
-        return float(means @ torch.tensor(sizes, dtype=means.dtype) / sum(sizes))
+        return float(means @ torch.tensor(sizes, dtype=means.dtype, device="cpu") / sum(sizes))
 
     def _is_by_item(self) -> bool:
         """Whether a loss is a sum over items, divided by the number of items of all ranks."""
