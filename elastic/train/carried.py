@@ -222,7 +222,7 @@ def _refusal(
         if is_in_retry
         else "a restarted job resumes from its last checkpoint, but runs the script again"
     )
-    key = name.rpartition(".")[2]
+    owner, _, key = name.rpartition(".")
     if name.startswith("enumerate("):
         keeps = "enumerate(loader, start=loader.index), or start=1 + loader.index to count from 1"
         changed = f"the count of {name}"
@@ -244,6 +244,12 @@ def _refusal(
         keeps = (
             f"make it a buffer of its module, register_buffer({key!r}, …), with the same value on "
             "all ranks, and run.track(…) or run.wrap the module"
+        )
+        changed = name
+    elif isinstance(function.values.get(owner), nn.Module) and carried.name in function.numbers:
+        keeps = (
+            f"run.track({owner.rpartition('.')[2]}={owner}) before training: numbers and flags in "
+            "attributes of tracked modules belong to the job's state"
         )
         changed = name
     elif isinstance(function.values.get(carried.name), nn.Module):

@@ -86,7 +86,8 @@ class Inlined:
     iterators: Collection[str]  # variables that stand for the positions of iterators
     generators: Collection[str]  # and of generators of random numbers
     buffers: Collection[str]  # variables that stand for tensors of modules
-    attributes: Collection[str]  # variables that stand for numbers and flags of the job's modules
+    numbers: Collection[str]  # variables that stand for numbers and flags of modules
+    attributes: Collection[str]  # those of the job's modules
     values: Mapping[str, object]  # of variables that exist now
 
 
@@ -417,6 +418,7 @@ class _Inliner:
         self._iterators: set[str] = set()
         self._generators: set[str] = set()
         self._buffers: set[str] = set()
+        self._numbers: set[str] = set()
         self._attributes: set[str] = set()
         self.depth = 0
 
@@ -451,6 +453,7 @@ class _Inliner:
             self._iterators,
             self._generators,
             self._buffers,
+            self._numbers,
             self._attributes,
             {n: v for k, n in self._names.items() if (v := self._now(k)) is not _UNKNOWN},
         )
@@ -561,8 +564,8 @@ class _Inliner:
             if others:
                 inner = _located(ast.With(others, node.body), node)
                 return [_located(ast.With([first], [inner]), node)]
-            enter = self.special(first.context_expr, "__enter__", call)
-            leave = self.special(first.context_expr, "__exit__", call)
+            enter = self.special_method(first.context_expr, "__enter__", call)
+            leave = self.special_method(first.context_expr, "__exit__", call)
             if enter is None or leave is None:
                 return None
             target = first.optional_vars or ast.Name(f"entered{_MARK}", ast.Store())
@@ -578,7 +581,7 @@ class _Inliner:
         target = (getattr(node, "targets", None) or [getattr(node, "target", None)])[0]
         if not is_set or not isinstance(target, ast.Subscript):
             return None
-        method = self.special(target.value, "__setitem__", call)
+        method = self.special_method(target.value, "__setitem__", call)
         if method is None:
             return None
         value: Any = node.value  # type: ignore[attr-defined]
@@ -640,7 +643,7 @@ class _Inliner:
             pairs = [*zip(getattr(target, "elts", ()), head.args, strict=False)]
         if any(node is loop for loop in self._loops) and self.depth < len(self._frames):
             return []  # the next frame may be that of the iterator, which reads the loader
-        methods = [(each, self.special(source, "__next__", call)) for each, source in pairs]
+        methods = [(each, self.special_method(source, "__next__", call)) for each, source in pairs]
         return [
             _all_located(ast.Assign([copied(each)], ast.Call(method, [], [])), node)
             for each, method in methods
@@ -943,8 +946,9 @@ class _Inliner:
             name = self.name(node.variable, f"{self._known_as(owner, node.value)}.{node.attr}")
             if isinstance(owner, nn.Module) and isinstance(value, torch.Tensor):
                 self._buffers.add(name)
-            elif id(owner) in self._saved and isinstance(value, (*_CONSTANTS, type(None))):
-                self._attributes.add(name)
+            elif isinstance(value, (*_CONSTANTS, type(None))):
+                self._numbers |= {name} if isinstance(owner, nn.Module) else set()
+                self._attributes |= {name} if id(owner) in self._saved else set()
 
     def _known_as(self, owner: object, expression: ast.expr) -> str:
         """Its first name: that of the outermost function, not ``self`` of a method."""
@@ -1199,7 +1203,16 @@ class _Inliner:
         name.spelled = spelled
         return name  # type: ignore[no-any-return]
 
-    def without_partial(self, node: ast.Call, call: _Call) -> ast.Call:
+    def plain_call(self, node: ast.Call, call: _Call) -> ast.Call:
+        """A call of what ``getattr``, ``next`` or ``functools.partial`` calls."""
+        if isinstance(node.func, ast.Call):
+            node.func = self.attribute_of(node.func, call)
+        if _name_of(node.func) == "next" and node.args:
+            method = self.special_method(node.args[0], "__next__", call)
+            return node if method is None else _all_located(ast.Call(method, [], []), node)
+        return self._without_partial(node, call)
+
+    def _without_partial(self, node: ast.Call, call: _Call) -> ast.Call:
         """A call of a function of the script with what ``functools.partial`` binds."""
         value = self.value(node.func, call)
         if not isinstance(value, functools.partial) or not _has_source(value.func):
@@ -1216,7 +1229,7 @@ class _Inliner:
         plain = ast.Call(function, [*bound, *node.args], [*keywords, *node.keywords])
         return _all_located(plain, node)
 
-    def special(self, owner: ast.expr, name: str, call: _Call) -> ast.Attribute | None:
+    def special_method(self, owner: ast.expr, name: str, call: _Call) -> ast.Attribute | None:
         """A special method of an object, if the script defines it: ``__getitem__``."""
         value = self.value(owner, call)
         method = inspect.getattr_static(type(value), name, None)
@@ -1237,7 +1250,7 @@ class _Inliner:
         name = self.holding(function, ast.unparse(node), call)
         return _all_located(ast.Call(name, [copied(node.value)], []), node)
 
-    def callbacks(self, node: ast.Call, call: _Call) -> list[object]:
+    def callbacks(self, node: ast.Call, call: _Call) -> list[_Hook]:
         """The script's functions that a call passes to a library, which may call them."""
         function = self.value(node.func, call)
         owner = self.value(getattr(node.func, "value", None), call)
@@ -1248,7 +1261,8 @@ class _Inliner:
         functions = (FunctionType, MethodType, functools.partial)
         passed = [v for v in values if isinstance(v, functions) and _has_source(_plain(v))]
         running = {frame.f_code for frame in self._frames}
-        return [v for v in passed if getattr(_plain(v), "__code__", None) not in running]
+        codes = [getattr(_plain(v), "__code__", None) for v in passed]
+        return [_Hook(v, None) for v, c in zip(passed, codes, strict=True) if c not in running]
 
     def inline(self, node: ast.Call, called: _Called) -> tuple[list[ast.stmt], ast.expr]:
         """The statements of a function that is called, and its result."""
@@ -1284,12 +1298,12 @@ class _Expressions(Transformer):
     def _inner(self, node: Any) -> ast.expr:
         before, self.is_inner = self.is_inner, True
         for generator in getattr(node, "generators", ()) if not self.is_elsewhere else ():
-            self._begin(node, generator)
+            self._name_variables(node, generator)
         self.generic_visit(node)
         self.is_inner = before
         return node  # type: ignore[no-any-return]
 
-    def _begin(self, node: Any, generator: ast.comprehension) -> None:
+    def _name_variables(self, node: Any, generator: ast.comprehension) -> None:
         """Give the variables of a comprehension names of their own, and values."""
         text = ast.unparse(generator.iter)
         source = self.visit(generator.iter)
@@ -1345,7 +1359,7 @@ class _Expressions(Transformer):
 
     def visit_Subscript(self, node: Any) -> Any:
         if isinstance(node.ctx, ast.Load) and not self.is_elsewhere:
-            method = self._inliner.special(node.value, "__getitem__", self._call)
+            method = self._inliner.special_method(node.value, "__getitem__", self._call)
             if method is not None:
                 return self.visit(_all_located(ast.Call(method, [node.slice], []), node))
         key = self._inliner.fixed(node.slice, self._call)
@@ -1368,25 +1382,23 @@ class _Expressions(Transformer):
         attribute = self._inliner.attribute_of(node, self._call)
         if isinstance(attribute, ast.Attribute):
             return self.visit(attribute)
-        if isinstance(node.func, ast.Call):
-            node.func = self._inliner.attribute_of(node.func, self._call)
-        node = self._inliner.without_partial(node, self._call)
-        if is_next and (own := self._inliner.special(node.args[0], "__next__", self._call)):
-            node = _all_located(ast.Call(own, [], []), node)
+        node = self._inliner.plain_call(node, self._call)
         if not self.is_elsewhere and (drawn := self._inliner.draw(node, self._call)) is not None:
             self.before.append(drawn)
         changes_job = self._inliner.changes_job(node, self._call)
         node.changes_job = changes_job
         node.reads_weights = self._inliner.reads_weights(node, self._call)
-        called = None if self.is_elsewhere else self._inliner.called(node, self._call)
-        hooks = [] if self.is_elsewhere else self._inliner.hooks(node, self._call)
-        if called is None and not self.is_elsewhere:
-            hooks += [_Hook(f, None) for f in self._inliner.callbacks(node, self._call)]
-        outer, self._inliner.hooks_called = self._inliner.hooks_called, set()
         self._inliner.note_step(node, self._call)
-        read = None if self.is_elsewhere else self._inliner.layers_read(node, self._call)
+        if self.is_elsewhere:
+            return self.generic_visit(node)
+        called = self._inliner.called(node, self._call)
+        hooks = self._inliner.hooks(node, self._call)
+        if called is None:
+            hooks += self._inliner.callbacks(node, self._call)
+        read = self._inliner.layers_read(node, self._call)
         if hooks or read is not None:
             node.text = ast.unparse(node)  # of the script
+        outer, self._inliner.hooks_called = self._inliner.hooks_called, set()
         self.generic_visit(node)
         result = node
         if called is not None:

@@ -481,6 +481,26 @@ call(train)
         run_script(retry, Loader(), text)
 
 
+def test_a_module_that_counts_is_to_be_tracked(run_script: Callable[..., None]) -> None:
+    text = """
+import torch
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+    def forward(self, x):
+        self.calls += 1
+        return x * 0.9 ** self.calls
+loss = Loss()
+def train():
+    for batch in loader:
+        batch.backward(loss(1.0))
+call(train)
+"""
+    with pytest.raises(TrainingError, match=r"run\.track\(loss=loss\) before training"):
+        run_script(retry, Loader(), text)
+
+
 def test_the_error_names_the_change_its_use_and_what_replaces_it(
     run_script: Callable[..., None],
 ) -> None:
