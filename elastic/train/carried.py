@@ -85,6 +85,7 @@ _SHAPES = frozenset(
     | {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
 )
 _ELEMENTS = 100  # of a container in which values are looked for
+_PASSES = 2  # over statements, for names that others have
 _OF_WEIGHTS = frozenset({"parameters", "named_parameters", "buffers", "state_dict"})
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
 _SAME_ON_ALL_RANKS = frozenset({"max", "min", "abs", "round", "float", "int", "bool", "math"})
@@ -300,9 +301,10 @@ def carried_variables(
         candidates = changes.keys() & (read | changes.keys() - assigned) - kept
         if not candidates:
             continue
-        flow = _Flow(trains, _called(loop), loop)
+        following = _after(function, loop)
+        flow = _Flow(trains, loop, following)
         after = flow.loop(loop, {name: frozenset({name}) for name in candidates})
-        flow.follow(_after(function, loop), after)
+        flow.follow(following, after)
         for name in sorted(candidates - seen):
             use = flow.uses.get(name)
             if use is None and not (
@@ -379,7 +381,7 @@ def _refuse_recomputed(
     if not before:
         return
     loop = function.loops[-1]
-    flow = _Flow(trains, _called(loop), loop)
+    flow = _Flow(trains, loop)
     flow.loop(loop, {name: frozenset({name}) for name in before})
     for name, use in flow.uses.items():
         statement, is_outer = before[name]
@@ -1073,11 +1075,14 @@ class _Flow:
     """Follows the values of carried variables through a loop's body and what follows it, and notes
     where they train, or decide when the training ends."""
 
-    def __init__(self, trains: Collection[str], called: Collection[str], loop: Loop) -> None:
+    def __init__(
+        self, trains: Collection[str], loop: Loop, following: Iterable[ast.stmt] = ()
+    ) -> None:
         # Of enumerate, that begin again where the loop resumes.
         self._counts = frozenset(getattr(n, "id", "") for n in walk(loop) if _is_count(n))
         self._trains = trains
-        self._called = called
+        self._called = _called(loop)
+        self._weights = _names_of_weights([loop, *following])
         self._inner_loops = -1
         self.uses: dict[str, ast.expr] = {}
 
@@ -1171,11 +1176,15 @@ class _Flow:
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             now = self._assign(node.target, node.value, now, decides)
         elif isinstance(node, ast.AugAssign):
+            if _root(node.target) in self._weights:
+                self._train(node.value, self._of(node.value, now) | decides)
             both = self._of(node.value, now) | self._of(_as_load(node.target), now)
             now = self._store(node.target, both, now, decides)
         elif isinstance(node, ast.Delete) and (replaced := _replaced(node)) is not None:
             now = _with(now, {replaced}, _NONE)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            if self._changes_weights(node.value):
+                self._train(node.value, decides - self._counts)
             for call in _chain(node.value):
                 if _is_in_place(call) and (name := _receiver(call)) and not _is_kept(call.func):
                     is_new = _replaced(node) == name
@@ -1255,14 +1264,53 @@ class _Flow:
                 self._train(call, self._of_arguments(call, now))
                 if name == "step":  # by which of two optimizers
                     self._train(call, now.get(_root(call.func), _NONE))
-            elif _changes_state(call):
+            elif _changes_state(call) or self._changes_weights(call):
                 origins = self._of_arguments(call, now)
                 counts = self._counts if _is_replacement(call) else _NONE
                 self._train(call, origins - counts)
 
+    def _changes_weights(self, call: ast.Call) -> bool:
+        name = _name_of(call.func)
+        if _is_of_lists(name) and call.args:
+            return _root(call.args[0]) in self._weights
+        is_change = _is_in_place(call) and _receiver(call) in self._weights
+        return is_change or name == "vector_to_parameters"
+
     def _train(self, use: ast.expr, origins: frozenset[str]) -> None:
         for name in origins:
             self.uses.setdefault(name, use)
+
+
+def _names_of_weights(statements: Iterable[ast.stmt]) -> set[str]:
+    """The variables that are parameters, or lists of them."""
+    names: set[str] = set()
+
+    def reads(expression: ast.AST) -> bool:
+        return any(
+            (isinstance(n, ast.Call) and _name_of(n.func) in ("parameters", "named_parameters"))
+            or (isinstance(n, ast.Name) and (n.id in names or reads_weights(n)))
+            for n in walk(expression)
+        )
+
+    nodes = [n for statement in statements for n in walk(statement)]
+    names |= {n.id for n in nodes if isinstance(n, ast.Name) and reads_weights(n)}
+    for _ in range(_PASSES):
+        for node in nodes:
+            if isinstance(node, ast.For) and reads(node.iter):
+                names |= _targets(node.target)
+            elif isinstance(node, ast.Assign) and _lists(node.value) and reads(node.value):
+                names |= _targets(node.targets[0])
+    return names
+
+
+def _lists(value: ast.expr) -> bool:
+    """Whether it lists what it reads: ``list(model.parameters())``, ``[p for p in …]``."""
+    if isinstance(value, ast.ListComp):
+        return isinstance(value.elt, ast.Name)
+    return isinstance(value, ast.Call) and _name_of(value.func) in (
+        *("list", "tuple", "sorted", "filter", "dict"),
+        *("parameters", "named_parameters"),
+    )
 
 
 def _leaves(node: ast.If) -> bool:

@@ -137,7 +137,7 @@ def key_of(node: ast.Subscript) -> object:
 
 
 def reads_weights(node: ast.AST) -> bool:
-    """Whether an expression is a call of a trained module, or reads its weights."""
+    """Whether an expression is a call of a trained module, or reads or lists its weights."""
     return getattr(node, "reads_weights", False)
 
 
@@ -464,7 +464,7 @@ class _Inliner:
         if isinstance(value, nn.Module):
             return any(id(p) not in self._saved for p in value.parameters())
         is_weight = isinstance(value, torch.Tensor) and value.requires_grad
-        return isinstance(value, _MUTABLE) and not is_weight
+        return isinstance(value, _MUTABLE) and not (is_weight or self._lists_weights(value))
 
     def _now(self, key: Any) -> object:
         """The value that a variable has now, as far as it is known."""
@@ -1050,6 +1050,14 @@ class _Inliner:
         owners = [method.value] if is_read else [method, *given]  # type: ignore[attr-defined]
         return any(self._is_trained(self.value(each, call)) for each in owners)
 
+    def holds_weights(self, node: ast.Name, call: _Call) -> bool:
+        """Whether a variable is a list of trained parameters."""
+        return self._lists_weights(call.value(node.id))
+
+    def _lists_weights(self, value: object) -> bool:
+        elements = value[:_ELEMENTS] if isinstance(value, (list, tuple)) else ()
+        return any(id(each) in self._weights for each in elements)
+
     def _is_trained(self, value: object) -> bool:
         return isinstance(value, nn.Module) and any(
             id(p) in self._weights for p in value.parameters()
@@ -1344,6 +1352,7 @@ class _Expressions(Transformer):
             return node
         if self.is_head and (position := self._position(node, self.advanced)):
             return position
+        node.reads_weights = self._inliner.holds_weights(node, self._call)
         node.id = self._inliner.variable(node.id, self._call)
         return node
 

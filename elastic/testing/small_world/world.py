@@ -74,6 +74,9 @@ class WorkerResult:
         return self.exit_code == 0
 
 
+_UNREAD = "are not searched for"  # elastic/train/changes.py
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
     """The results of a run."""
@@ -89,10 +92,15 @@ class RunOutcome:
         return tuple(worker for worker in self.workers if worker.has_succeeded)
 
     def assert_success(self, *, workers: int) -> None:
-        """Check that exactly ``workers`` workers succeeded. Raises AssertionError with all logs."""
-        if not self.problem and len(self.survivors) == workers:
-            return
-        raise AssertionError(f"{self.problem or 'wrong number of successes'}\n{self.describe()}")
+        """Check that exactly ``workers`` workers succeeded, and that each has been able to read the
+        script. Raises AssertionError with all logs."""
+        problem = self.problem
+        if not problem and len(self.survivors) != workers:
+            problem = "wrong number of successes"
+        if not problem and any(_UNREAD in worker.log for worker in self.workers):
+            problem = "the script could not be read"
+        if problem:
+            raise AssertionError(f"{problem}\n{self.describe()}")
 
     def describe(self) -> str:
         """The ends of all logs."""

@@ -700,6 +700,184 @@ CARRIED = {
         def train():
             Loop([Decay(), temp]).run()
     """,
+    "early stopping class by property": """
+        class Stopper:
+            def __init__(self, patience):
+                self.best, self.bad, self.patience = 1e9, 0, patience
+
+            def step(self, v):
+                if v < self.best:
+                    self.best, self.bad = v, 0
+                else:
+                    self.bad += 1
+
+            @property
+            def stop(self):
+                return self.bad >= self.patience
+
+        s = Stopper(2)
+
+        def train():
+            for epoch in range(5):
+                total = 0.0
+                for x, y in loader:
+                    loss = criterion(network(x), y)
+                    loss.backward()
+                    optimizer.step()
+                    total += loss.item()
+                s.step(total)
+                if s.stop:
+                    break
+    """,
+    "moco queue in a class": """
+        class Queue:
+            def __init__(self):
+                self.q = torch.zeros(8, 1)
+                self.ptr = 0
+
+            @torch.no_grad()
+            def push(self, k):
+                n = len(k)
+                self.q[self.ptr : self.ptr + n] = k
+                self.ptr = (self.ptr + n) % 8
+
+        q = Queue()
+
+        def train():
+            for x, y in loader:
+                out = network(x)
+                (criterion(out, y) - (out.mean() * q.q.mean())).backward()
+                optimizer.step()
+                q.push(out.detach())
+    """,
+    "loss balancing by ratios of the last losses": """
+        class DWA:
+            def __init__(self):
+                self.prev = None
+
+            def weights(self, losses):
+                now = [l.item() for l in losses]
+                w = (
+                    [1.0, 1.0]
+                    if self.prev is None
+                    else [a / (b + 1e-8) for a, b in zip(now, self.prev)]
+                )
+                self.prev = now
+                return w
+
+        d = DWA()
+
+        def train():
+            for x, y in loader:
+                out = network(x)
+                ls = [criterion(out, y), out.abs().mean()]
+                sum(w * l for w, l in zip(d.weights(ls), ls)).backward()
+                optimizer.step()
+    """,
+    "generator image pool as in CycleGAN": """
+        import random
+
+        class ImagePool:
+            def __init__(self, n):
+                self.n, self.images = n, []
+
+            def query(self, x):
+                if len(self.images) < self.n:
+                    self.images.append(x)
+                    return x
+                i = random.randrange(self.n)
+                old, self.images[i] = self.images[i], x
+                return old
+
+        pool = ImagePool(2)
+
+        def train():
+            for x, y in loader:
+                criterion(network(pool.query(x)), y).backward()
+                optimizer.step()
+    """,
+    "snapshots by step averaged into the network": """
+        import copy
+
+        def train():
+            snaps = []
+            for epoch in range(3):
+                for i, (x, y) in enumerate(loader):
+                    criterion(network(x), y).backward()
+                    optimizer.step()
+                    if i % 10 == 0:
+                        snaps.append([p.detach().clone() for p in network.parameters()])
+            with torch.no_grad():
+                for j, p in enumerate(network.parameters()):
+                    p.copy_(torch.stack([s[j] for s in snaps]).mean(0))
+    """,
+    "manual sgd, sub_": """
+        def train():
+            lr = 0.1
+            for x, y in loader:
+                criterion(network(x), y).backward()
+                with torch.no_grad():
+                    for p in network.parameters():
+                        p.sub_(lr * p.grad)
+                        p.grad.zero_()
+                lr *= 0.99
+    """,
+    "manual sgd, augmented": """
+        def train():
+            lr = 0.1
+            for x, y in loader:
+                criterion(network(x), y).backward()
+                with torch.no_grad():
+                    for p in network.parameters():
+                        p -= lr * p.grad
+                        p.grad = None
+                lr *= 0.99
+    """,
+    "noise on weights with a decaying scale": """
+        def train():
+            s = 0.1
+            for x, y in loader:
+                criterion(network(x), y).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for name, p in network.named_parameters():
+                        p.add_(torch.randn_like(p) * s)
+                s *= 0.99
+    """,
+    "decay by foreach": """
+        params = list(network.parameters())
+
+        def train():
+            s = 0.1
+            for x, y in loader:
+                criterion(network(x), y).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    torch._foreach_mul_(params, 1 - s)
+                s *= 0.99
+    """,
+    "init from function with vector_to_parameters": """
+        from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+        def train():
+            v = torch.zeros(33)
+            for x, y in loader:
+                criterion(network(x), y).backward()
+                g = torch.cat([p.grad.flatten() for p in network.parameters()])
+                v = 0.9 * v + g
+                vector_to_parameters(
+                    parameters_to_vector(network.parameters()) - 0.1 * v, network.parameters()
+                )
+    """,
+    "norm of a list before the loop": """
+        params = [p for p in network.parameters()]
+
+        def train():
+            norm = sum(p.norm().item() for p in params)
+            for i, (x, y) in enumerate(loader):
+                (criterion(network(x), y) / norm).backward()
+                optimizer.step()
+    """,
 }
 # Values of this step, values that nothing changes, and what is only reported.
 ACCEPTED = {
@@ -1318,6 +1496,172 @@ ACCEPTED = {
                     optimizer.step()
                 print(evaluate())
     """,
+    "best loss kept and printed": """
+        class Best:
+            def __init__(self):
+                self.v = 1e9
+
+            def update(self, v):
+                improved = v < self.v
+                self.v = min(self.v, v)
+                return improved
+
+        b = Best()
+
+        def train():
+            for epoch in range(2):
+                for x, y in loader:
+                    loss = criterion(network(x), y)
+                    loss.backward()
+                    optimizer.step()
+                if b.update(loss.item()):
+                    print("new best")
+    """,
+    "ppo buffer filled and cleared within an iteration": """
+        class Buffer:
+            def __init__(self):
+                self.x, self.y = [], []
+
+            def add(self, x, y):
+                self.x.append(x)
+                self.y.append(y)
+
+            def batches(self):
+                for i in range(len(self.x)):
+                    yield self.x[i], self.y[i]
+
+            def clear(self):
+                self.x.clear()
+                self.y.clear()
+
+        buf = Buffer()
+
+        def train():
+            for x, y in loader:
+                buf.clear()
+                for i in range(2):
+                    buf.add(x * (i + 1), y)
+                for a, b in buf.batches():
+                    criterion(network(a), b).backward()
+                optimizer.step()
+    """,
+    "meter dict as in timm": """
+        class AverageMeter:
+            def __init__(self):
+                self.reset()
+
+            def reset(self):
+                self.val = self.avg = self.sum = self.count = 0
+
+            def update(self, val, n=1):
+                self.val = val
+                self.sum += val * n
+                self.count += n
+                self.avg = self.sum / self.count
+
+        def train():
+            for epoch in range(2):
+                m = {"loss": AverageMeter(), "norm": AverageMeter()}
+                for i, (x, y) in enumerate(loader):
+                    loss = criterion(network(x), y)
+                    loss.backward()
+                    norm = nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    m["loss"].update(loss.item(), len(x))
+                    m["norm"].update(norm.item())
+                    if i % 50 == 0:
+                        print(" ".join(f"{k} {v.avg:.3f}" for k, v in m.items()))
+    """,
+    "class with cached mask": """
+        class Mask:
+            def __init__(self):
+                self.m = None
+
+            def get(self, n):
+                if self.m is None or self.m.shape[0] != n:
+                    self.m = torch.ones(n, 1)
+                return self.m
+
+        mk = Mask()
+
+        def train():
+            for x, y in loader:
+                criterion(network(x) * mk.get(len(x)), y).backward()
+                optimizer.step()
+    """,
+    "gradient accumulation by own counter": """
+        class Acc:
+            def __init__(self, k):
+                self.k, self.i = k, 0
+
+            def ready(self):
+                self.i += 1
+                return self.i % self.k == 0
+
+        acc = Acc(2)
+
+        def train():
+            for x, y in loader:
+                (criterion(network(x), y) / 2).backward()
+                if acc.ready():
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """,
+    "weight normalised": """
+        def train():
+            for x, y in loader:
+                criterion(network(x), y).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    network[0].weight.div_(network[0].weight.norm())
+    """,
+    "clamp": """
+        def train():
+            for i, (x, y) in enumerate(loader):
+                criterion(network(x), y).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for p in network.parameters():
+                        p.clamp_(-1, 1)
+    """,
+    "list of parameters scaled and clipped": """
+        params = [p for p in network.parameters()]
+
+        def train():
+            for i, (x, y) in enumerate(loader):
+                criterion(network(x), y).backward()
+                nn.utils.clip_grad_norm_(params, 1.0)
+                optimizer.step()
+                with torch.no_grad():
+                    torch._foreach_mul_(params, 0.999)
+                total = sum(p.norm().item() for p in params)
+                print(total > 0)
+    """,
+    "manual sgd with a rate of the epoch": """
+        def train():
+            for epoch in range(3):
+                lr = 0.1 * 0.5**epoch
+                for x, y in loader:
+                    criterion(network(x), y).backward()
+                    with torch.no_grad():
+                        for p in network.parameters():
+                            p -= lr * p.grad
+                            p.grad = None
+    """,
+    "losses summed and printed beside manual sgd": """
+        def train():
+            total = 0.0
+            for x, y in loader:
+                loss = criterion(network(x), y)
+                loss.backward()
+                total += loss.item()
+                with torch.no_grad():
+                    for p in network.parameters():
+                        p -= 0.1 * p.grad
+                        p.grad = None
+            print(total)
+    """,
 }
 
 
@@ -1361,7 +1705,9 @@ def calls_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", CARRIED.values(), ids=CARRIED)
 def test_what_trains_with_earlier_steps_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(TrainingError, match="restarts or differs between ranks"):
+    with pytest.raises(
+        TrainingError, match=r"restarts or differs between|is computed from the weights"
+    ):
         run_script(tmp_path / "script.py", text)
 
 
