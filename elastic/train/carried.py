@@ -87,6 +87,7 @@ _SHAPES = frozenset(
 _ELEMENTS = 100  # of a container in which values are looked for
 _PASSES = 2  # over statements, for names that others have
 _OF_WEIGHTS = frozenset({"parameters", "named_parameters", "buffers", "state_dict"})
+_LISTS = frozenset({"list", "tuple", "sorted", "filter", "dict"})
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
 _SAME_ON_ALL_RANKS = frozenset({"max", "min", "abs", "round", "float", "int", "bool", "math"})
 
@@ -247,10 +248,10 @@ def _refusal(
             "all ranks, and run.track(…) or run.wrap the module"
         )
         changed = name
-    elif isinstance(function.values.get(owner), nn.Module) and carried.name in function.numbers:
+    elif isinstance(function.values.get(owner), nn.Module) and carried.name in function.of_modules:
         keeps = (
-            f"run.track({owner.rpartition('.')[2]}={owner}) before training: numbers and flags in "
-            "attributes of tracked modules belong to the job's state"
+            f"run.track({owner.rpartition('.')[2]}={owner}) before training: the buffers, numbers "
+            "and flags of tracked modules belong to the job's state"
         )
         changed = name
     elif isinstance(function.values.get(carried.name), nn.Module):
@@ -1287,8 +1288,9 @@ def _names_of_weights(statements: Iterable[ast.stmt]) -> set[str]:
 
     def reads(expression: ast.AST) -> bool:
         return any(
-            (isinstance(n, ast.Call) and _name_of(n.func) in ("parameters", "named_parameters"))
+            (isinstance(n, ast.Call) and _name_of(n.func) in _OF_WEIGHTS)
             or (isinstance(n, ast.Name) and (n.id in names or reads_weights(n)))
+            or (isinstance(n, ast.Subscript) and key_of(n) == "params")
             for n in walk(expression)
         )
 
@@ -1307,10 +1309,8 @@ def _lists(value: ast.expr) -> bool:
     """Whether it lists what it reads: ``list(model.parameters())``, ``[p for p in …]``."""
     if isinstance(value, ast.ListComp):
         return isinstance(value.elt, ast.Name)
-    return isinstance(value, ast.Call) and _name_of(value.func) in (
-        *("list", "tuple", "sorted", "filter", "dict"),
-        *("parameters", "named_parameters"),
-    )
+    is_call = isinstance(value, ast.Call)
+    return is_call and _name_of(value.func) in _LISTS | _OF_WEIGHTS  # type: ignore[attr-defined]
 
 
 def _leaves(node: ast.If) -> bool:
@@ -1362,8 +1362,7 @@ def _is_training_state(target: ast.expr) -> bool:
     """Gradients, weights, or a setting of an optimizer."""
     if isinstance(target, ast.Attribute):
         return target.attr in ("grad", "data")
-    is_setting = isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant)
-    return is_setting and target.slice.value in _SETTINGS  # type: ignore[attr-defined]
+    return isinstance(target, ast.Subscript) and key_of(target) in _SETTINGS
 
 
 def _is_remainder(test: ast.expr) -> bool:

@@ -86,8 +86,8 @@ class Inlined:
     iterators: Collection[str]  # variables that stand for the positions of iterators
     generators: Collection[str]  # and of generators of random numbers
     buffers: Collection[str]  # variables that stand for tensors of modules
-    numbers: Collection[str]  # variables that stand for numbers and flags of modules
-    attributes: Collection[str]  # those of the job's modules
+    of_modules: Collection[str]  # variables that stand for numbers, flags and buffers of modules
+    attributes: Collection[str]  # for numbers and flags of the job's modules
     values: Mapping[str, object]  # of variables that exist now
 
 
@@ -240,6 +240,11 @@ def _attributes(one: object) -> dict[str, object]:
         if isinstance(value, MemberDescriptorType) and hasattr(one, name)
     }
     return {**in_slots, **getattr(one, "__dict__", {})}
+
+
+def _contents(module: nn.Module) -> dict[str, object]:
+    """Its attributes and buffers."""
+    return {**vars(module), **dict(module.named_buffers(recurse=False))}
 
 
 def _content(cell: Any) -> object:
@@ -418,7 +423,7 @@ class _Inliner:
         self._iterators: set[str] = set()
         self._generators: set[str] = set()
         self._buffers: set[str] = set()
-        self._numbers: set[str] = set()
+        self._of_modules: set[str] = set()
         self._attributes: set[str] = set()
         self.depth = 0
 
@@ -453,7 +458,7 @@ class _Inliner:
             self._iterators,
             self._generators,
             self._buffers,
-            self._numbers,
+            self._of_modules,
             self._attributes,
             {n: v for k, n in self._names.items() if (v := self._now(k)) is not _UNKNOWN},
         )
@@ -681,12 +686,13 @@ class _Inliner:
         for call, functions in self._steps:
             call.args += self._loads(stored & self._used_by(functions))
         for read, layers in self._layers:
-            own: dict[int, object] = {id(layer): layer for layer in layers}
-            used = set[_Key]().union(*(_keys_of_objects(vars(layer)) for layer in layers))
+            ids = set(map(id, layers))
+            used = set[_Key]().union(*(_keys_of_objects(_contents(layer)) for layer in layers))
             read.elts += self._loads(
                 key
                 for key in stored
-                if key in used or (isinstance(key, tuple) and self._is_lost_with(key, own))
+                if key in used
+                or (isinstance(key, tuple) and key[0] in ids and not self._is_of_module(key))
             )
 
     def note_step(self, node: ast.Call, call: _Call) -> None:
@@ -715,6 +721,11 @@ class _Inliner:
                     variables[name] = _content(cell)
                 used |= _keys_of_objects(variables)
         return used
+
+    def _is_of_module(self, key: Any) -> bool:
+        """Whether it is a number or flag of a module of the job."""
+        value = self._outside.get(key)
+        return key[0] in self._saved and isinstance(value, (*_CONSTANTS, type(None)))
 
     def _is_lost_with(self, key: Any, objects: Mapping[int, object]) -> bool:
         """Whether it is an attribute of one of these objects that is no state: not a number or flag
@@ -930,11 +941,15 @@ class _Inliner:
         of_class = inspect.getattr_static(type(owner), node.attr, None)
         of_owner = of_class if isinstance(of_class, FunctionType) else _UNKNOWN
         value = _attributes(owner).get(node.attr, of_owner)
+        buffers = {}
         if isinstance(owner, nn.Module):
-            named = (owner.named_parameters(recurse=False), owner.named_buffers(recurse=False))
-            own = {name for each in (*named, owner.named_children()) for name, _ in each}
-            if node.attr in own | _OF_MODULES:
+            buffers = dict(owner.named_buffers(recurse=False))
+            named = (owner.named_parameters(recurse=False), owner.named_children())
+            own = {name for each in named for name, _ in each}
+            is_saved = id(owner) in self._saved
+            if node.attr in own | _OF_MODULES or (node.attr in buffers and is_saved):
                 return
+            value = buffers.get(node.attr, value)
         # Of the class: a method that is called, or a property that is set.
         method = "__get__" if isinstance(node.ctx, ast.Load) else "__set__"
         is_computed = hasattr(of_class, method) and not isinstance(of_class, MemberDescriptorType)
@@ -944,11 +959,14 @@ class _Inliner:
             self._outside[node.variable] = value
             node.spelled = ast.unparse(node)
             name = self.name(node.variable, f"{self._known_as(owner, node.value)}.{node.attr}")
-            if isinstance(owner, nn.Module) and isinstance(value, torch.Tensor):
-                self._buffers.add(name)
-            elif isinstance(value, (*_CONSTANTS, type(None))):
-                self._numbers |= {name} if isinstance(owner, nn.Module) else set()
-                self._attributes |= {name} if id(owner) in self._saved else set()
+            is_constant = isinstance(value, (*_CONSTANTS, type(None)))
+            if isinstance(owner, nn.Module):
+                if is_constant or node.attr in buffers:
+                    self._of_modules.add(name)
+                elif isinstance(value, torch.Tensor):
+                    self._buffers.add(name)
+            if is_constant and id(owner) in self._saved:
+                self._attributes.add(name)
 
     def _known_as(self, owner: object, expression: ast.expr) -> str:
         """Its first name: that of the outermost function, not ``self`` of a method."""
@@ -1086,17 +1104,20 @@ class _Inliner:
         return []
 
     def layers_read(self, node: ast.Call, call: _Call) -> ast.Tuple | None:
-        """What a call of a module reads of what the script assigns to it and its layers, such as
+        """What a call of a module reads of what the script changes in it and its layers, such as
         another ``forward``."""
         owner = self.value(node.func, call)
-        assigned = _rebound(call.code.co_filename).attributes
-        if not isinstance(owner, nn.Module) or not assigned:
+        if not isinstance(owner, nn.Module):
             return None
+        assigned = _rebound(call.code.co_filename).attributes
         layers = [
             layer
             for layer in owner.modules()
             if "forward" in assigned
-            or (not is_defined_by_script(type(layer)) and not assigned.isdisjoint(vars(layer)))
+            or (
+                not is_defined_by_script(type(layer))
+                and (id(layer) not in self._saved or not assigned.isdisjoint(vars(layer)))
+            )
         ]
         self._layers.append((ast.Tuple([], ast.Load()), layers))
         return self._layers[-1][0] if layers else None

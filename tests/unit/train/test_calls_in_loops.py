@@ -878,6 +878,62 @@ CARRIED = {
                 (criterion(network(x), y) / norm).backward()
                 optimizer.step()
     """,
+    "manual sgd on own parameters": """
+        w = nn.Parameter(torch.zeros(2, 1))
+
+        def train():
+            lr = 0.1
+            for x, y in loader:
+                loss = criterion(network(x), y)
+                loss.backward()
+                with torch.no_grad():
+                    for group in optimizer.param_groups:
+                        for p in group["params"]:
+                            p.add_(p.grad, alpha=-lr)
+                            p.grad = None
+                lr *= 0.99
+    """,
+    "weights by state dict": """
+        def train():
+            s = 1.0
+            for x, y in loader:
+                criterion(network(x), y).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for k, v in network.state_dict().items():
+                        v.mul_(s)
+                s *= 0.999
+    """,
+    "group setting by variable key": """
+        key = "lr"
+
+        def train():
+            lr = 0.1
+            for x, y in loader:
+                for g in optimizer.param_groups:
+                    g[key] = lr
+                criterion(network(x), y).backward()
+                optimizer.step()
+                lr *= 0.99
+    """,
+    "loss weight in criterion object of torch": """
+        crit = nn.SmoothL1Loss(beta=1.0)
+
+        def train():
+            for x, y in loader:
+                crit(network(x), y).backward()
+                optimizer.step()
+                crit.beta *= 0.99
+    """,
+    "weight tensor of a criterion": """
+        crit = nn.BCEWithLogitsLoss(pos_weight=torch.ones(1))
+
+        def train():
+            for x, y in loader:
+                crit(network(x), y).backward()
+                optimizer.step()
+                crit.pos_weight.mul_(0.99)
+    """,
 }
 # Values of this step, values that nothing changes, and what is only reported.
 ACCEPTED = {
@@ -1661,6 +1717,16 @@ ACCEPTED = {
                         p -= 0.1 * p.grad
                         p.grad = None
             print(total)
+    """,
+    "dropout by attribute in the loop": """
+        network.insert(1, nn.Dropout(0.5))
+
+        def train():
+            for epoch in range(3):
+                network[1].p = 0.5 / (epoch + 1)
+                for x, y in loader:
+                    criterion(network(x), y).backward()
+                    optimizer.step()
     """,
 }
 
