@@ -432,6 +432,11 @@ def hooks_of(owner: object) -> list[dict[int, Any]]:
     return [table for table in tables if isinstance(table, dict)]
 
 
+def compiled(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module of which this one is ``torch.compile(module)``; None if it is none."""
+    return module._modules.get("_orig_mod")
+
+
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """A module's own buffers, without those of its submodules."""
     return module._buffers

@@ -366,8 +366,8 @@ def _unwrapped(module: Any) -> object:
     """The module that DDP or ``torch.compile`` calls."""
     if isinstance(module, ElasticDDP):
         return _unwrapped(module.module)
-    compiled = getattr(module, "_orig_mod", None) if isinstance(module, nn.Module) else None
-    return module if compiled is None else _unwrapped(compiled)
+    original = torch_private.compiled(module) if isinstance(module, nn.Module) else None
+    return module if original is None else _unwrapped(original)
 
 
 def _inherited(owner: object, of: object, name: str) -> object:
