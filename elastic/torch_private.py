@@ -420,6 +420,17 @@ def hook_tables(module: torch.nn.Module) -> dict[str, Any]:
     return {name: module.__dict__[name] for name in _HOOK_TABLES if name in module.__dict__}
 
 
+_HOOKS_OF = {
+    kind: tuple(name for name in _HOOK_TABLES if kind in name) for kind in ("forward", "backward")
+}
+
+
+def hooks_of_pass(module: torch.nn.Module, kind: str) -> list[Any]:
+    """A module's own hooks that are called in a pass, ``"forward"`` or ``"backward"``."""
+    tables = [module.__dict__.get(name) for name in _HOOKS_OF[kind]]
+    return [hook for table in tables if isinstance(table, dict) for hook in table.values()]
+
+
 def hooks_of(owner: object) -> list[dict[int, Any]]:
     """The tables of the hooks of a module, tensor or optimizer, by the number of each hook."""
     tables: Iterable[Any]

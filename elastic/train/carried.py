@@ -656,6 +656,21 @@ def _holds_numbers(value: ast.expr) -> bool:
     return bool(elements) and all(isinstance(each, ast.Constant) for each in elements)
 
 
+def _pairs(target: ast.expr, source: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The parts of a loop's target, with what they are read from: ``zip``, ``enumerate``."""
+    parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+    args = source.args if isinstance(source, ast.Call) else []
+    name = _name_of(source.func) if isinstance(source, ast.Call) else ""
+    if name == "zip" and len(parts) == len(args):
+        for part, arg in zip(parts, args, strict=True):
+            yield from _pairs(part, arg)
+    elif name == "enumerate" and len(parts) == 2 and args:
+        yield parts[0], source
+        yield from _pairs(parts[1], args[0])
+    else:
+        yield target, source
+
+
 def _elements(loop: Loop) -> dict[str, str]:
     """The variables of loops inside a loop that are elements of containers, with these:
     ``for total, p in zip(totals, parameters)``."""
@@ -1116,7 +1131,9 @@ class _Flow:
                 decides = counts | self._of(loop.test, inside)
             else:
                 self._note(loop.iter, now)
-                inside = _with(now, _targets(loop.target), self._of(loop.iter, now))
+                inside = now
+                for target, source in _pairs(loop.target, loop.iter):
+                    inside = _with(inside, _targets(target), self._of(source, now))
             after = self._block(loop.body, inside, decides)
             joined = _join(now, after)
             if joined == now:
@@ -1298,8 +1315,9 @@ def _names_of_weights(statements: Iterable[ast.stmt]) -> set[str]:
     names |= {n.id for n in nodes if isinstance(n, ast.Name) and reads_weights(n)}
     for _ in range(_PASSES):
         for node in nodes:
-            if isinstance(node, ast.For) and reads(node.iter):
-                names |= _targets(node.target)
+            if isinstance(node, ast.For):
+                read = [each for each, source in _pairs(node.target, node.iter) if reads(source)]
+                names |= set[str]().union(*map(_targets, read))
             elif isinstance(node, ast.Assign) and _lists(node.value) and reads(node.value):
                 names |= _targets(node.targets[0])
     return names

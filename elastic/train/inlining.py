@@ -345,10 +345,9 @@ class _Hook:
 def _hooks_of_modules(layers: Iterable[nn.Module], kind: str) -> Iterator[_Hook]:
     """Of the script. ``kind``: "forward" or "backward"."""
     for layer in layers:
-        for name, table in torch_private.hook_tables(layer).items():
-            if kind in name and isinstance(table, dict):
-                hooks = (_Hook(hook, layer) for hook in table.values())
-                yield from filter(_is_of_script, hooks)
+        for hook in torch_private.hooks_of_pass(layer, kind):
+            if _has_source(_plain(hook)):
+                yield _Hook(hook, layer)
 
 
 def _is_of_script(hook: _Hook) -> bool:
@@ -1110,15 +1109,14 @@ class _Inliner:
         if not isinstance(owner, nn.Module):
             return None
         assigned = _rebound(call.code.co_filename).attributes
-        layers = [
-            layer
-            for layer in owner.modules()
-            if "forward" in assigned
-            or (
-                not is_defined_by_script(type(layer))
-                and (id(layer) not in self._saved or not assigned.isdisjoint(vars(layer)))
+        layers = [*owner.modules()]
+        if "forward" not in assigned:
+            changed = (
+                layer
+                for layer in layers
+                if id(layer) not in self._saved or not assigned.isdisjoint(vars(layer))
             )
-        ]
+            layers = [layer for layer in changed if not is_defined_by_script(type(layer))]
         self._layers.append((ast.Tuple([], ast.Load()), layers))
         return self._layers[-1][0] if layers else None
 

@@ -1,8 +1,8 @@
 """An untracked average of gradients
 
 A momentum that the script computes itself, in a variable or in an object of its own. After a death,
-a variable of the training function begins again; a repeated step would apply another one twice. The
-check recognises sums of the last value and of the gradients, or their squares.
+a variable of the training function begins again, and the next updates depend on it. If the source
+does not show that, sums of the last value and of the gradients, or their squares, are recognised.
 
 ```python
 class Momentum:
@@ -17,7 +17,7 @@ class Momentum:
 run.track(momentum=momentum)           # or run.untracked("velocity"), if it is only shown
 ```
 
-Refused: velocity averages the gradients, but is not tracked
+Refused: velocity restarts or differs between ranks
 """
 
 import torch
