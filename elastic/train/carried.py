@@ -71,7 +71,7 @@ _CHANGES = _REMOVES | {
     *("sort", "add", "discard", "update", "setdefault", "subtract", "move_to_end"),
     *("difference_update", "intersection_update", "symmetric_difference_update"),
 }
-_RETURN_NOTHING = _CHANGES - _REMOVES - {"setdefault"}
+_RETURN_NOTHING = frozenset({"append", "appendleft", "extend", "extendleft", "insert"})
 # Of random, NumPy and the standard library: the first argument.
 _CHANGES_ARGUMENT = frozenset(
     {"shuffle", "heapify", "heappop", "heappush", "heappushpop", "heapreplace"}
@@ -851,7 +851,8 @@ class _Slots:
             if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 self.others.add(_root(node))
             elif isinstance(node, ast.Call) and _is_in_place(node):
-                self.others.add(_receiver(node))
+                container = getattr(node.func, "value", None)  # itself, not an element
+                self.others |= {container.id} if isinstance(container, ast.Name) else set()
             self.block(ast.iter_child_nodes(node), filled)
 
     def _is_filled(self, container: str, filled: set[_Slot]) -> bool:

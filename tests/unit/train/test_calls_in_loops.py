@@ -934,6 +934,27 @@ CARRIED = {
                 optimizer.step()
                 crit.pos_weight.mul_(0.99)
     """,
+    "per-layer rates that decay": """
+        rates = [0.1, 0.05, 0.1, 0.05]
+
+        def train():
+            for x, y in loader:
+                criterion(network(x), y).backward()
+                with torch.no_grad():
+                    for i, p in enumerate(network.parameters()):
+                        p.sub_(rates[i] * p.grad)
+                        p.grad = None
+                        rates[i] *= 0.99
+    """,
+    "tensor add returns": """
+        def train():
+            s = 1.0
+            for x, y in loader:
+                loss = criterion(network(x), y).mul(1.0).add(network[0].weight.norm() * s)
+                loss.backward()
+                optimizer.step()
+                s *= 0.9
+    """,
 }
 # Values of this step, values that nothing changes, and what is only reported.
 ACCEPTED = {
@@ -1727,6 +1748,47 @@ ACCEPTED = {
                 for x, y in loader:
                     criterion(network(x), y).backward()
                     optimizer.step()
+    """,
+    "norms monitored beside manual sgd": """
+        from itertools import count
+
+        monitors = [[] for _ in network.parameters()]
+
+        def train():
+            for x, y in loader:
+                criterion(network(x), y).backward()
+                with torch.no_grad():
+                    for p, m in zip(network.parameters(), monitors):
+                        m.append(p.grad.norm().item())
+                        p.sub_(0.1 * p.grad)
+                        p.grad = None
+            print(len(monitors[0]))
+    """,
+    "sam by hand": """
+        def train():
+            for x, y in loader:
+                criterion(network(x), y).backward()
+                with torch.no_grad():
+                    eps = [0.05 * p.grad for p in network.parameters()]
+                    for p, e in zip(network.parameters(), eps):
+                        p.add_(e)
+                optimizer.zero_grad()
+                criterion(network(x), y).backward()
+                with torch.no_grad():
+                    for p, e in zip(network.parameters(), eps):
+                        p.sub_(e)
+                optimizer.step()
+    """,
+    "element assigned and changed in the step": """
+        out = {}
+
+        def train():
+            for x, y in loader:
+                out["loss"] = criterion(network(x), y)
+                out["copy"] = out["loss"].detach().clone()
+                out["copy"].mul_(0.5)
+                (out["loss"] + out["copy"]).backward()
+                optimizer.step()
     """,
 }
 
