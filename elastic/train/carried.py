@@ -632,7 +632,12 @@ def _emptied(loop: Loop) -> set[str]:
     last: dict[str, ast.stmt] = {}
     for statement in loop.body:
         last |= {n.id: statement for n in walk(statement) if isinstance(n, ast.Name)}
-    return {name for name, statement in last.items() if _is_emptying(statement, name)}
+    return {
+        name
+        for name, statement in last.items()
+        if _is_emptying(statement, name)
+        or (isinstance(statement, Loop) and name in _emptied(statement))
+    }
 
 
 def _is_emptying(statement: ast.stmt, name: str) -> bool:

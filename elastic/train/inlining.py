@@ -124,7 +124,7 @@ def text_of(node: ast.AST) -> str:
     """The first line of a statement or expression, with the script's names."""
     if isinstance(text := getattr(node, "text", None), str):
         return text
-    plain = copied(node)
+    plain = copied(node.value if hasattr(node, "is_result") else node)  # type: ignore[attr-defined]
     for inner in walk(plain):
         if isinstance(inner, ast.Name):
             inner.id = getattr(inner, "spelled", plain_name(inner.id))
@@ -1553,6 +1553,7 @@ def _without_returns(body: Sequence[ast.stmt], name: str, *, in_loop: bool = Fal
         if isinstance(node, ast.Return):
             result = _assignment(name, node.value or ast.Constant(None), node)
             result.code = getattr(node, "code", None)  # type: ignore[attr-defined]
+            result.is_result = True  # type: ignore[attr-defined]
             return [*new, result, *([_located(ast.Break(), node)] if in_loop else [])]
         new.append(node)
         if isinstance(node, ast.If):

@@ -1053,6 +1053,18 @@ ACCEPTED = {
                 criterion(network(x), y).backward()
                 optimizer.step()
     """,
+    "outputs of a layer, dropped in each step of each epoch": """
+        acts = []
+        network[0].register_forward_hook(lambda m, i, o: acts.append(o))
+
+        def train():
+            for epoch in range(2):
+                for x, y in loader:
+                    loss = criterion(network(x), y) + acts[0].abs().mean()
+                    loss.backward()
+                    optimizer.step()
+                    acts.clear()
+    """,
     "features of layers, by name": """
         feats = {}
 
