@@ -38,6 +38,7 @@ from elastic.train.inlining import (
     KEEPERS,
     Inlined,
     inlined,
+    is_from_outside,
     key_of,
     plain_name,
     reads_weights,
@@ -257,6 +258,12 @@ def _refusal(
     elif isinstance(function.values.get(carried.name), nn.Module):
         keeps = f"run.track({key}={name}) before training"
         changed = f"what {name} holds"
+    elif carried.name in _emptied(carried.loop):
+        keeps = (
+            f"call {name}.clear() where each step begins, and not at its end: an interrupted step "
+            "leaves elements, with which it is repeated"
+        )
+        changed = name
     elif (steps := _steps_with(use, carried.name)) or callable(function.values.get(carried.name)):
         keeps = (
             f"choose it in each epoch, from the number of the epoch: {name} = … if epoch >= 1 else "
@@ -609,7 +616,7 @@ def _changes(function: ast.AST, loop: Loop) -> Iterator[tuple[str, ast.stmt]]:
         for target, value in assignments(function)
         if isinstance(target, ast.Name) and id(target) not in inside and _is_container(value)
     ]
-    emptied = {n for n in _emptied(loop) if all(_is_empty(v) for name, v in before if name == n)}
+    emptied = {n for n in _emptied(loop) if _begins_empty([v for name, v in before if name == n])}
     held = {name for name, _ in before} - (_memos(loop) | filled_first | emptied)
     of_tensors = held - {name for name, value in before if _holds_numbers(value)}
     same = _made_once(loop) | filled_first
@@ -644,6 +651,12 @@ def _is_emptying(statement: ast.stmt, name: str) -> bool:
     is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
     method = _name_of(statement.value.func) if is_call else "clear"  # type: ignore[attr-defined]
     return method == "clear" and _replaced(statement) == name
+
+
+def _begins_empty(values: Sequence[ast.expr]) -> bool:
+    """Whether each call of the function makes a new container without elements: one from outside
+    keeps those of an interrupted step."""
+    return all(map(_is_empty, values)) and not all(map(is_from_outside, values))
 
 
 def _is_empty(value: ast.expr) -> bool:

@@ -136,6 +136,11 @@ def key_of(node: ast.Subscript) -> object:
     return node.slice.value if isinstance(node.slice, ast.Constant) else getattr(node, "key", None)
 
 
+def is_from_outside(container: ast.expr) -> bool:
+    """Whether it stands for a container that exists before the functions are called."""
+    return hasattr(container, "is_from_outside")
+
+
 def reads_weights(node: ast.AST) -> bool:
     """Whether an expression is a call of a trained module, or reads or lists its weights."""
     return getattr(node, "reads_weights", False)
@@ -1611,14 +1616,13 @@ def _name_of(function: ast.expr) -> str:
 
 def _display(container: object) -> ast.List:
     """A list in the place of a container, with a number if that holds only numbers."""
-    if isinstance(container, nn.Module):
-        return ast.List([], ast.Load())
-    elements = container.values() if isinstance(container, dict) else container
+    elements: Any = container.values() if isinstance(container, dict) else container
     is_plain = isinstance(container, (list, dict, deque)) and all(
-        isinstance(each, (int, float))
-        for each in elements  # type: ignore[attr-defined]
+        isinstance(each, (int, float)) for each in elements
     )
-    return ast.List([ast.Constant(0)] if is_plain and container else [], ast.Load())
+    display: Any = ast.List([ast.Constant(0)] if is_plain and container else [], ast.Load())
+    display.is_from_outside = True
+    return display  # type: ignore[no-any-return]
 
 
 # ----------------------------------------------------------------------------

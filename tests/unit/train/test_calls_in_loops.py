@@ -955,6 +955,16 @@ CARRIED = {
                 optimizer.step()
                 s *= 0.9
     """,
+    "a list outside of the function, emptied last": """
+        acts = []
+        network[0].register_forward_hook(lambda m, i, o: acts.append(o))
+
+        def train():
+            for x, y in loader:
+                (criterion(network(x), y) + acts[0].abs().mean()).backward()
+                optimizer.step()
+                acts.clear()
+    """,
 }
 # Values of this step, values that nothing changes, and what is only reported.
 ACCEPTED = {
@@ -1054,10 +1064,9 @@ ACCEPTED = {
                 optimizer.step()
     """,
     "outputs of a layer, dropped in each step of each epoch": """
-        acts = []
-        network[0].register_forward_hook(lambda m, i, o: acts.append(o))
-
         def train():
+            acts = []
+            network[0].register_forward_hook(lambda m, i, o: acts.append(o))
             for epoch in range(2):
                 for x, y in loader:
                     loss = criterion(network(x), y) + acts[0].abs().mean()
