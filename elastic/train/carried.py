@@ -159,7 +159,8 @@ def _is_state(name: str, function: Inlined) -> bool:
     that are the same on all ranks: a temperature that decays, or is lower from an epoch on."""
     *outer, _ = function.loops
     counted = {n for loop in outer if isinstance(loop, ast.For) for n in _targets(loop.target)}
-    same = {*function.attributes, *counted, *_SAME_ON_ALL_RANKS}
+    kept = _kept(function.tree)  # run.state is the same on all ranks
+    same = {*function.attributes, *counted, *kept, *_SAME_ON_ALL_RANKS}
     return name in same and _gets_only(function.loops[0].body, name, same)
 
 

@@ -30,9 +30,8 @@ loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batc
 """
 
 # Behind a partial, which the analysis of the source does not follow: it would be refused.
+# In a way that the analysis of the source does not follow.
 RATE_BY_A_COUNTER = """
-import functools
-
 def train():
     count = 0
     def lower_rate():
@@ -42,7 +41,7 @@ def train():
             group["lr"] = 0.01 / count
     for epoch in run.epochs(4):
         for inputs, targets in loader:
-            functools.partial(lower_rate)()
+            max([lower_rate], key=id)()
             optimizer.zero_grad()
             F.mse_loss(model(inputs), targets).backward()
             optimizer.step()
