@@ -511,8 +511,10 @@ class _InProcess:
         # These replace attributes: a subclass's own methods are called by them.
         self.training_step = self._step_of_group
         self.get_train_dataloader = self._train_dataloader
-        self._is_stopped = self._is_evaluating = False
-        self._items: list[tuple[float, float]] = []  # of this rank's evaluated batch, and of all
+        self._is_stopped = self._counts_items = False
+        # Of batches that a smaller world evaluates: items of this rank's, and of all ranks'.
+        self._items: list[tuple[float, float]] = []
+        self._evaluated: list[tuple[float, float, float]] = []  # with their losses
         self._has_begun_epoch: int | None = None
         self.elastic_run.on_world(self._enter_world)
 
@@ -1060,7 +1062,7 @@ class _InProcess:
         metric_key_prefix: str = "eval",
     ) -> Any:
         """See Trainer. The loss by token is that of the largest world."""
-        self._evaluated: list[tuple[float, float, float]] = []
+        self._evaluated.clear()
         given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output = super().evaluation_loop(*given)  # type: ignore[misc]
         loss = self._loss_of_largest_world(dataloader) if self._evaluated else None
@@ -1071,19 +1073,21 @@ class _InProcess:
     def prediction_step(self, *args: Any, **options: Any) -> Any:
         """See Trainer. Some losses are multiplied by the number of ranks."""
         self._items.clear()
-        self._is_evaluating = True
-        self.accelerator.elastic_processes = self.elastic_run.largest_world
+        largest = self.elastic_run.largest_world
+        # Reading numbers waits for the device: only where they are needed.
+        self._counts_items = self.accelerator.state.num_processes != largest
+        self.accelerator.elastic_processes = largest
         try:
             loss, *others = super().prediction_step(*args, **options)  # type: ignore[misc]
         finally:
-            self.accelerator.elastic_processes, self._is_evaluating = None, False
+            self.accelerator.elastic_processes, self._counts_items = None, False
         if loss is not None and self._items:
             self._evaluated.append((float(loss), *self._items[0]))
         return loss, *others
 
     def _get_num_items_in_batch(self, batches: Any, *args: Any, **options: Any) -> Any:
         items = super()._get_num_items_in_batch(batches, *args, **options)  # type: ignore[misc]
-        if self._is_evaluating and items is not None and self.args.average_tokens_across_devices:
+        if self._counts_items and items is not None and self.args.average_tokens_across_devices:
             self._items.append((self._count_items(batches, *args, **options), float(items)))
         return items
 
@@ -1100,33 +1104,38 @@ class _InProcess:
         """The mean of the evaluated losses, each divided by the number of items in as many batches
         as the largest world has ranks. None where it is that of the current world, or unknown."""
         ranks, largest = self.accelerator.state.num_processes, self.elastic_run.largest_world
-        sampler = loader.batch_sampler
-        batches = sampler.batch_sampler if isinstance(sampler, BatchSamplerShard) else sampler
+        sampler = getattr(loader, "batch_sampler", None)
+        batches: Any = sampler.batch_sampler if isinstance(sampler, BatchSamplerShard) else sampler
         is_known = isinstance(getattr(batches, "sampler", None), SequentialSampler)
         is_known = is_known and not (batches.drop_last or getattr(sampler, "split_batches", False))
-        if ranks == largest or not is_known or not self._is_by_item():
+        if not is_known or not self._is_by_item():
             return None
         shards = [BatchSamplerShard(batches, largest, rank) for rank in range(largest)]
         filled = [batch for group in zip(*shards, strict=True) for batch in group]
         sizes = [len(batch) for batch in batches]
         states = RandomState()
-        states.take()
-        if ranks == 1 and sizes[-1] < len(filled[0]):  # nothing has filled the last batch
-            self._evaluated.pop()
-            inputs = loader.collate_fn([loader.dataset[i] for i in filled[len(sizes) - 1]])
-            self.prediction_step(self.model, inputs, True)
-        own = torch.tensor([self._evaluated], dtype=torch.float64, device=self.args.device)
-        evaluated = self.accelerator.gather(own).transpose(0, 1).flatten(0, 1).cpu()
-        losses, items, of_group = evaluated[: len(filled)].unbind(1)
-        others = [
-            self._count_items([loader.collate_fn([loader.dataset[i] for i in batch])], "cpu")
-            for batch in filled[len(items) :]
-        ]
-        states.restore()
+        states.take()  # a collator may draw random numbers
+        try:
+            if ranks == 1 and sizes[-1] < len(filled[0]):  # nothing has filled the last batch
+                self._evaluated.pop()
+                last = self._collated(loader, filled[len(sizes) - 1])
+                self.prediction_step(self.model, last, True)
+            own = torch.tensor([self._evaluated], dtype=torch.float64, device=self.args.device)
+            evaluated = self.accelerator.gather(own).transpose(0, 1).flatten(0, 1).cpu()
+            losses, items, of_group = evaluated[: len(filled)].unbind(1)
+            others = [
+                self._count_items([self._collated(loader, batch)], "cpu")
+                for batch in filled[len(items) :]
+            ]
+        finally:
+            states.restore()
         counts = torch.cat([items, torch.tensor(others, dtype=items.dtype, device="cpu")])
         of_largest = counts.view(-1, largest).sum(1).repeat_interleave(largest)
         means = (losses * of_group)[: len(sizes)] / of_largest[: len(sizes)]
         return float(means @ torch.tensor(sizes, dtype=means.dtype, device="cpu") / sum(sizes))
+
+    def _collated(self, loader: Any, samples: list[int]) -> Any:
+        return loader.collate_fn([loader.dataset[i] for i in samples])
 
     def _is_by_item(self) -> bool:
         """Whether a loss is a sum over items, divided by the number of items of all ranks."""

@@ -137,7 +137,7 @@ def key_of(node: ast.Subscript) -> object:
 
 
 def is_from_outside(container: ast.expr) -> bool:
-    """Whether it stands for a container that exists before the functions are called."""
+    """Whether it takes the place of a container from before the functions are called."""
     return hasattr(container, "is_from_outside")
 
 
@@ -247,8 +247,7 @@ def _attributes(one: object) -> dict[str, object]:
     return {**in_slots, **getattr(one, "__dict__", {})}
 
 
-def _contents(module: nn.Module) -> dict[str, object]:
-    """Its attributes and buffers."""
+def _attributes_and_buffers(module: nn.Module) -> dict[str, object]:
     return {**vars(module), **dict(module.named_buffers(recurse=False))}
 
 
@@ -691,7 +690,9 @@ class _Inliner:
             call.args += self._loads(stored & self._used_by(functions))
         for read, layers in self._layers:
             ids = set(map(id, layers))
-            used = set[_Key]().union(*(_keys_of_objects(_contents(layer)) for layer in layers))
+            used = set[_Key]().union(
+                *(_keys_of_objects(_attributes_and_buffers(layer)) for layer in layers)
+            )
             read.elts += self._loads(
                 key
                 for key in stored
@@ -874,6 +875,10 @@ class _Inliner:
             is_taken = name in self._names.values()
             self._names[key] = f"{name}{_MARK}{len(self._names)}" if is_taken else name
         return self._names[key]
+
+    def new_name(self, name: str) -> str:
+        """The name of a variable that the source does not have."""
+        return self.name(("new", self._next()), name)
 
     def variable(self, name: str, call: _Call) -> str:
         key, value = call.key(name), call.value(name)
@@ -1122,8 +1127,11 @@ class _Inliner:
                 if id(layer) not in self._saved or not assigned.isdisjoint(vars(layer))
             )
             layers = [layer for layer in changed if not is_defined_by_script(type(layer))]
-        self._layers.append((ast.Tuple([], ast.Load()), layers))
-        return self._layers[-1][0] if layers else None
+        if not layers:
+            return None
+        read = ast.Tuple([], ast.Load())
+        self._layers.append((read, layers))
+        return read
 
     def call_of_hook(self, hook: _Hook, data: ast.expr, call: _Call) -> ast.Call:
         """A call of a hook. ``data``: what torch passes to it besides the owner."""
@@ -1340,11 +1348,8 @@ class _Expressions(Transformer):
         text = ast.unparse(generator.iter)
         source = self.visit(generator.iter)
         generator.iter = self._kept(source, generator.iter, text)
-        names = {
-            n.id: self._inliner.name((id(generator), n.id), n.id)
-            for n in walk(generator.target)
-            if isinstance(n, ast.Name)
-        }
+        targets = {n.id for n in walk(generator.target) if isinstance(n, ast.Name)}
+        names = {target: self._inliner.new_name(target) for target in sorted(targets)}
         for inner in walk(node):
             if isinstance(inner, ast.Name) and inner.id in names:
                 variable: Any = inner
@@ -1460,7 +1465,7 @@ class _Expressions(Transformer):
 
     def _kept(self, value: ast.expr, of: Any, text: str = "") -> ast.Name:
         """A variable with a value of an expression, as which it is shown."""
-        name = self._inliner.name((id(value), "value"), "value")
+        name = self._inliner.new_name("value")
         self.before.append(_assignment(name, _located(value, of), of))
         variable: Any = _located(ast.Name(name, ast.Load()), of)
         variable.is_renamed, variable.spelled = True, text or of.text
